@@ -1,0 +1,35 @@
+# make test    everything CI checks, in a virtual environment of its own
+# make check   style, types and the direction of imports
+# make bench   our speed on this machine against installed peers
+# make clean   remove the environment and caches
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: test check bench format clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+test: check
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_docs.py -k imports
+
+bench: $(VENV)/.installed
+	$(BIN)/fastweights bench
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Benchmarks: contestants take turns, must agree with the exact memory, and only then are timed and reported."""

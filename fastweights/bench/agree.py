@@ -1,0 +1,72 @@
+"""Whether contestants compute the same memory: their outputs, states and gradients against float64."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fastweights.bench.case import INPUTS, Case, Contestant, our_method
+
+# Largest deviation over the largest exact number. GPU kernels may multiply float32 in TF32, with ten bits.
+TOLERANCE = {("cpu", "float32"): 1e-5, ("cuda", "float32"): 5e-3, ("cpu", "bfloat16"): 2e-2, ("cuda", "bfloat16"): 5e-2}
+LOOP_TOKENS = 160  # the loop over tokens vouches for this many: two chunks and a half
+
+
+class Disagreement(Exception):
+    """A contestant that does not compute the memory. Its time would mean nothing, so none is reported."""
+
+
+def results(contestant: Contestant, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """o, the state where there is one, and the gradients of sum(o * do), all with our meaning."""
+    leaves = {name: x[name].detach().clone().requires_grad_() for name in INPUTS if name in x}
+    native = contestant.to_native(*(leaves.get(name) for name in INPUTS))
+    o, state = contestant.from_native(*contestant.call(*native))
+    assert o is not None
+    gradients = torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
+    found = {"o": o.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return found if state is None else found | {"state": state.detach()}
+
+
+def exact(case: Case, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`results` in float64: the loop over tokens, or, for long sequences, chunks that agree with it on a prefix."""
+    x = {name: a.double() for name, a in x.items()}
+    loop, chunked = our_method("recurrent", case), our_method("chunked", case)
+    if case.shape[1] <= LOOP_TOKENS:
+        return results(loop, x)
+    prefix = {name: a[:1, :LOOP_TOKENS] for name, a in x.items()}
+    vouched = results(loop, prefix)
+    whole = results(chunked, x)
+    compare("chunked in float64", case, results(chunked, prefix), vouched, 1e-9)
+    compare("chunked in float64", case, {"o": whole["o"][:1, :LOOP_TOKENS]}, vouched, 1e-9)
+    return whole
+
+
+def compare(
+    name: str, case: Case, got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float
+) -> dict[str, float]:
+    """How far each result is from the exact one; raise Disagreement when one is too far."""
+    errors = {part: deviation(a, want[part]) for part, a in got.items()}
+    wrong = [f"{part} by {error:.1e}" for part, error in errors.items() if not error <= tolerance]  # NaN is wrong
+    if wrong:
+        raise Disagreement(
+            f"{name} deviates from the exact memory ({case}): {', '.join(wrong)} of the largest number; "
+            f"allowed {tolerance:.0e}. Nothing is reported."
+        )
+    return errors
+
+
+def deviation(got: Tensor, want: Tensor) -> float:
+    """The largest difference over the largest number wanted."""
+    if got.shape != want.shape:
+        return float("inf")
+    return ((got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item()
+
+
+def check(case: Case, contestants: list[Contestant], x: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """The deviations of every contestant that can be compared; raise Disagreement when one is too large."""
+    want, tolerance = exact(case, x), TOLERANCE[case.device, case.dtype]
+    return {
+        contestant.name: compare(contestant.name, case, results(contestant, x), want, tolerance)
+        for contestant in contestants
+        if contestant.comparable
+    }

@@ -1,0 +1,97 @@
+"""What is benchmarked: a case (rule, shape, device, dtype) and the contestants that compute it.
+
+Shapes: B batch, T tokens, H heads, K key width, V value width.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from fastweights.torch.ops import METHODS, choose, fast_weight
+
+Shape = tuple[int, int, int, int, int]
+INPUTS = ("q", "k", "v", "beta")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One memory to compute: S and o for random unit queries and keys, always the same ones."""
+
+    rule: str
+    shape: Shape
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.rule} rule, {','.join(map(str, self.shape))}, {self.dtype} on {self.device}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """q, k, v, beta (delta rule only, so that every peer of the sum rule computes the same) and the gradient do."""
+        B, T, H, K, V = self.shape
+        generator = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
+        q, k = torch.nn.functional.normalize(torch.randn(2, B, T, H, K, generator=generator), dim=-1)
+        v, do = torch.randn(2, B, T, H, V, generator=generator)
+        x = dict(q=q, k=k, v=v, do=do)
+        if self.rule == "delta":
+            x["beta"] = torch.randn(B, T, H, generator=generator).sigmoid()
+        return {name: a.to(self.device, getattr(torch, self.dtype)) for name, a in x.items()}
+
+    def asdict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def parse_shape(text: str) -> Shape:
+    """
+    >>> parse_shape("1,2048,4,64")
+    (1, 2048, 4, 64, 64)
+    """
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (4, 5) or min(sizes) < 1:
+        raise ValueError(f"--shape is {text!r}; expected B,T,H,K or B,T,H,K,V, such as 1,2048,4,64: positive numbers")
+    B, T, H, K, *V = sizes
+    return B, T, H, K, V[0] if V else K
+
+
+def same(*x: Tensor | None) -> tuple[Tensor | None, ...]:
+    return x
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to compute a case. `call(*native inputs)` returns the output and the last state (None if it has none).
+
+    Peers take their inputs in another layout or scale: `to_native` makes them from q, k, v, beta (first three the
+    queries, keys and values) and `from_native` turns their output and state into ours. Both run outside the clock.
+    """
+
+    name: str
+    call: Callable[..., tuple[Tensor, Tensor | None]]
+    to_native: Callable[..., tuple[Tensor | None, ...]] = same
+    from_native: Callable[..., tuple[Tensor | None, ...]] = same
+    peer: bool = True
+    comparable: bool = True  # False: another function, timed for reference only
+
+
+def our_method(method: str, case: Case) -> Contestant:
+    """`fast_weight` with one method."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fast_weight(q, k, v, beta=beta, rule=case.rule, method=method)  # type: ignore[arg-type]
+
+    return Contestant(method, call, peer=False)
+
+
+def our_methods() -> tuple[str, ...]:
+    """All that are timed unless named: every method but the loop over tokens, which takes minutes at these lengths."""
+    return tuple(name for name in METHODS if name != "recurrent")
+
+
+def auto(case: Case) -> str:
+    """The method "auto" stands for in this case."""
+    B, T, H, K, _ = case.shape
+    return choose(torch.empty(B, T, H, K, device=case.device, dtype=getattr(torch, case.dtype)))

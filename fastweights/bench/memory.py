@@ -1,0 +1,139 @@
+"""`fastweights bench memory`: our methods against the peers, forward and forward+backward, in one interleaved run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastweights.bench import agree, peers
+from fastweights.bench.case import INPUTS, Case, Contestant, Shape, auto, our_method, our_methods
+from fastweights.bench.timing import Call, Timing, interleave
+from fastweights.core import FastWeightError
+from fastweights.torch.ops import METHODS
+
+SHAPES: dict[str, tuple[Shape, ...]] = {
+    "cpu": ((1, 2048, 4, 64, 64), (1, 4096, 4, 64, 64), (4, 1024, 8, 64, 64), (1, 2048, 4, 128, 128)),
+    "cuda": ((8, 4096, 16, 128, 128), (1, 65536, 16, 128, 128), (32, 2048, 16, 64, 64)),
+}
+SMOKE: tuple[Shape, ...] = ((1, 48, 2, 8, 8), (2, 200, 1, 4, 6))  # checked by the loop, and by chunks it vouches for
+PASSES = ("forward", "forward_backward")
+STEPS = 2  # per case: check, time
+
+Advance = Callable[[str, float], None]
+
+
+@dataclass
+class Result:
+    """A case, timed: milliseconds per pass and contestant, how exact each was, and who did not take part."""
+
+    case: Case
+    auto: str
+    passes: dict[str, dict[str, Timing]] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    peers: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def speedup(self, name: str, which: str) -> float | None:
+        """How many times as fast as the fastest peer that computes the same."""
+        times = [self.passes[which][peer].median for peer in self.peers]
+        return min(times) / self.passes[which][name].median if times else None
+
+
+def cases(shapes: Sequence[Shape], rules: Sequence[str], device: str, dtype: str) -> list[Case]:
+    return [Case(rule, shape, device, dtype) for rule in rules for shape in shapes]
+
+
+def run(
+    cases: Sequence[Case],
+    *,
+    repeats: int,
+    methods: Sequence[str] = (),
+    softmax: bool = False,
+    advance: Advance = lambda what, steps: None,
+) -> list[Result]:
+    """Check every case, then time every case. `advance` hears of two steps per case."""
+    entered = [enter(case, methods, softmax) for case in cases]
+    results = []
+    for case, (contestants, left_out) in zip(cases, entered, strict=True):
+        advance(f"checking {case}", 0)
+        errors = agree.check(case, contestants, case.tensors())
+        same = tuple(c.name for c in contestants if c.peer and c.comparable)
+        results.append(Result(case, auto(case), errors=errors, peers=same, left_out=left_out))
+        advance(f"checking {case}", 1)
+    for result, (contestants, _) in zip(results, entered, strict=True):
+        result.passes = time(result.case, contestants, repeats, advance)
+    return results
+
+
+def enter(case: Case, methods: Sequence[str], softmax: bool) -> tuple[list[Contestant], dict[str, str]]:
+    """Who takes part in a case, and why the others do not."""
+    left_out: dict[str, str] = {}
+    contestants = []
+    for method in methods or our_methods():
+        if method not in METHODS:
+            raise FastWeightError(f"--method is {method!r}; expected one of {', '.join(METHODS)}")
+        contestant = our_method(method, case)
+        if not methods and (reason := _refusal(contestant, case)):
+            left_out[method] = reason
+        else:
+            contestants.append(contestant)
+    for peer in peers.PEERS + ((peers.SOFTMAX,) if softmax else ()):
+        found = peer.contestant(case)
+        if isinstance(found, str):
+            left_out[peer.name] = found
+        else:
+            contestants.append(found)
+    return contestants, left_out
+
+
+def _refusal(contestant: Contestant, case: Case) -> str | None:
+    """Why one of our methods cannot run here, in its own words."""
+    _, _, _, K, V = case.shape
+    x = Case(case.rule, (1, 2, 1, K, V), case.device, case.dtype).tensors()
+    try:
+        contestant.call(*(x.get(name) for name in INPUTS))
+    except FastWeightError as error:
+        return str(error)
+    return None
+
+
+def time(case: Case, contestants: Sequence[Contestant], repeats: int, advance: Advance) -> dict[str, dict[str, Timing]]:
+    """Forward without gradients, then forward+backward with the gradients of all inputs."""
+    x = case.tensors()
+    timed = {}
+    for which, prepare in (("forward", forward), ("forward_backward", forward_backward)):
+        calls = {c.name: prepare(c, x) for c in contestants}
+        share = 1 / (len(PASSES) * repeats * len(calls))
+        tick = partial(advance, f"timing {case}", share)
+        timed[which] = interleave(calls, repeats=repeats, device=case.device, tick=tick)
+    return timed
+
+
+def forward(contestant: Contestant, x: Mapping[str, Tensor]) -> Call:
+    native = _native(contestant, x, gradients=False)
+
+    def call() -> None:
+        with torch.no_grad():
+            contestant.call(*native)
+
+    return call
+
+
+def forward_backward(contestant: Contestant, x: Mapping[str, Tensor]) -> Call:
+    native = _native(contestant, x, gradients=True)
+    leaves = [a for a in native if a is not None and a.requires_grad]
+    do = _native(contestant, {**x, "v": x["do"]}, gradients=False)[2]  # the layout of the output is that of v
+
+    def call() -> None:
+        torch.autograd.grad(contestant.call(*native)[0], leaves, do)
+
+    return call
+
+
+def _native(contestant: Contestant, x: Mapping[str, Tensor], *, gradients: bool) -> list[Tensor | None]:
+    """The contestant's own inputs, made outside the clock; those that depend on ours want gradients."""
+    ours = [x[name].detach().clone().requires_grad_() if name in x else None for name in INPUTS]
+    native = contestant.to_native(*ours)
+    return [None if a is None else a.detach().requires_grad_(gradients and a.requires_grad) for a in native]

@@ -1,0 +1,161 @@
+"""How benchmarks are shown and kept: a progress bar, tables, and one JSON file per machine and commit."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastweights.bench import machine
+from fastweights.bench.lengths import Scaling
+from fastweights.bench.memory import PASSES, Result
+from fastweights.bench.timing import Timing
+
+
+@contextmanager
+def progress(steps: float) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error and the function that moves it: `advance(what, steps)`.
+
+    It draws when told to, between samples, and never from a thread that would disturb them.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=steps)
+        drawn = 0.0
+
+        def advance(what: str, steps: float) -> None:
+            nonlocal drawn
+            bar.update(task, advance=steps, description=what)
+            if time.monotonic() - drawn > 0.2:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        yield advance
+
+
+NOTES = """\
+x peer   how many times as fast as the fastest peer
+error    largest deviation of outputs, states and gradients from float64, over the largest number;
+         "other" is another function, timed for reference
+~        noisy: a quarter of the samples or more lie over 15% from the median"""
+
+
+def show(results: Sequence[Result], console: Console) -> None:
+    """One table per rule, and who was left out."""
+    for rule in dict.fromkeys(result.case.rule for result in results):
+        chosen = [result for result in results if result.case.rule == rule]
+        table = _table(f"{rule} rule, {chosen[0].case.dtype} on {chosen[0].case.device}, milliseconds")
+        table.add_column("B,T,H,K[,V]", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for heading in ("forward", "x peer", "forward+\nbackward", "x peer", "error"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for result in chosen:
+            _rows(table, result)
+        console.print(table)
+    for name in dict.fromkeys(name for result in results for name in result.left_out):
+        whys = {result.case.rule: result.left_out[name] for result in results if name in result.left_out}
+        reasons = dict.fromkeys(whys.values())
+        text = next(iter(reasons)) if len(reasons) == 1 else "; ".join(f"{rule}: {why}" for rule, why in whys.items())
+        console.print(f"left out: {name}: {text}", style="dim", highlight=False, markup=False)
+    console.print(NOTES, style="dim", highlight=False, markup=False)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False, collapse_padding=True)
+
+
+def _rows(table: Table, result: Result) -> None:
+    *shape, K, V = result.case.shape
+    place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
+    for name in result.passes["forward"]:
+        cells = []
+        for which in PASSES:
+            ratio = result.speedup(name, which)
+            cells += [milliseconds(result.passes[which][name]), "" if ratio is None else f"{ratio:.2f}"]
+        error = f"{max(result.errors[name].values()):.0e}" if name in result.errors else "other"
+        chosen = name == result.auto
+        table.add_row(place, f"{name} (auto)" if chosen else name, *cells, error, style="bold" if chosen else None)
+        place = ""
+    table.add_section()
+
+
+def milliseconds(timing: Timing) -> str:
+    """Three figures, with a mark when they are not to be trusted.
+
+    >>> milliseconds(Timing(12.34, 12.0, 13.0, 20)), milliseconds(Timing(0.1234, 0.12, 0.2, 20))
+    ('12.3', '~0.123')
+    """
+    value = timing.median
+    noisy = timing.high > 1.15 * value or timing.low < 0.85 * value
+    return f"{'~' if noisy else ''}{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
+    """One table per rule and method."""
+    for s in scalings:
+        title = f"{s.case.rule} rule, {s.method}, (1, T, 4, 64), {s.case.dtype} on {s.case.device}, forward+backward"
+        table = _table(title)
+        for heading in ("T", "ms", "x half of T", "ns per token", "extra KiB per token"):
+            table.add_column(heading, justify="right")
+        ratios = ["", *(f"{ratio:.2f}" for ratio in s.ratios())]
+        for T, timing, ratio, extra in zip(s.lengths, s.timings, ratios, s.bytes_per_token(), strict=True):
+            table.add_row(str(T), milliseconds(timing), ratio, f"{1e6 * timing.median / T:.0f}", f"{extra / 1024:.2f}")
+        console.print(table)
+
+
+def default_path(device: str, kind: str = "") -> Path:
+    """benchmarks/<machine>-<commit>[-kind].json, under the current folder."""
+    return Path("benchmarks") / ("-".join(filter(None, (machine.name(device), machine.commit(), kind))) + ".json")
+
+
+def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scaling] = ()) -> dict[str, object]:
+    """Everything that was measured and where. Times are in milliseconds."""
+    from fastweights.bench.peers import PEERS
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": machine.commit(),
+        "machine": machine.describe(device),
+        "versions": machine.versions(machine.PACKAGES + tuple(peer.package for peer in PEERS)),
+        "results": [
+            {
+                **result.case.asdict(),
+                "auto": result.auto,
+                **{which: {n: _timing(t) for n, t in result.passes[which].items()} for which in PASSES},
+                "speedup": {which: {n: result.speedup(n, which) for n in result.passes[which]} for which in PASSES},
+                "errors": result.errors,
+                "left_out": result.left_out,
+            }
+            for result in results
+        ],
+        "lengths": [
+            {
+                **s.case.asdict(),
+                "method": s.method,
+                "tokens": s.lengths,
+                "forward_backward": [_timing(t) for t in s.timings],
+                "doubling": s.ratios(),
+                "extra_bytes_per_token": s.bytes_per_token(),
+            }
+            for s in scalings
+        ],
+    }
+
+
+def _timing(timing: Timing) -> dict[str, float]:
+    return timing._asdict()
+
+
+def write(path: Path, content: dict[str, object]) -> None:
+    """JSON, under a temporary name until it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)

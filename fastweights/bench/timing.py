@@ -1,0 +1,99 @@
+"""An interleaved timer: contestants take turns, so that a slow moment of the machine falls on all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+Call = Callable[[], object]
+
+
+class Timing(NamedTuple):
+    """Milliseconds: the median of the samples and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Timing":
+        """
+        >>> Timing.of([3.0, 1.0, 2.0, 5.0, 4.0])
+        Timing(median=3.0, low=2.0, high=4.0, repeats=5)
+        """
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1)
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high, len(samples))
+
+
+def interleave(
+    contestants: Mapping[str, Call],
+    *,
+    repeats: int,
+    device: str = "cpu",
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Time each callable `repeats` times, in turns, after one call each that does not count.
+
+    Every round starts with another contestant, so that none always follows the same one. On "cuda" the clock is a
+    pair of events around each call, with the cache cleared before it; nothing waits until all calls are queued.
+    `tick` is called after each sample, outside the clock.
+
+        >>> timings = interleave({"sum": lambda: sum(range(100)), "len": lambda: len("abc")}, repeats=3)
+        >>> [(name, timing.repeats) for name, timing in timings.items()]
+        [('sum', 3), ('len', 3)]
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; expected at least 1")
+    for call in contestants.values():
+        call()
+    clock: Clock = CudaClock() if device == "cuda" else CpuClock()
+    samples: dict[str, list[Callable[[], float]]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(clock.sample(contestants[name]))
+            tick()
+    return {name: Timing.of([read() for read in reads]) for name, reads in samples.items()}
+
+
+class CpuClock:
+    """Wall time."""
+
+    def sample(self, call: Call) -> Callable[[], float]:
+        start = time.perf_counter()
+        call()
+        elapsed = 1e3 * (time.perf_counter() - start)
+        return lambda: elapsed
+
+
+class CudaClock:
+    """Time on the GPU, read when everything has been queued."""
+
+    CACHE_BYTES = 256 * 2**20  # more than the last-level cache of any GPU
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cache = torch.empty(self.CACHE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def sample(self, call: Call) -> Callable[[], float]:
+        import torch
+
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.cache.zero_()
+        start.record()
+        call()
+        stop.record()
+
+        def read() -> float:
+            stop.synchronize()
+            return start.elapsed_time(stop)
+
+        return read
+
+
+Clock = CpuClock | CudaClock

@@ -1,0 +1,137 @@
+"""Feature maps for keys and queries, and what normalises them, for every framework.
+
+    name         phi(x), x of width d                                                      width of phi(x)
+    identity     x                                                                         d
+    relu         max(x, 0)                                                                 d
+    silu         x sigmoid(x)                                                              d
+    elu+1        x + 1 above 0, exp(x) below (Katharopoulos 2020)                          d
+    dpfp-NU      products of [relu(x), relu(-x)] with itself rolled by 1..NU (Schlag 2021) 2 d NU
+    favor-M      positive random features of the softmax kernel, M directions
+                 (FAVOR+, Choromanski 2021)                                                2 M
+
+`xp` is the array namespace (numpy's spelling), `nn` where `silu` lives: (torch, torch.nn.functional),
+(jax.numpy, jax.nn), (keras.ops, keras.ops). Inputs are float32 or wider: the frameworks cast around the call, so
+that bfloat16 loses nothing but the rounding of its input and output.
+"""
+
+import math
+from dataclasses import dataclass
+
+from fastweights.core import FastWeightError
+
+EPS = 1e-12  # added to the sum of features (sum norm) and to the sum of squares (L2 norm)
+
+PLAIN = ("identity", "relu", "silu", "elu+1")
+SIZED = ("dpfp", "favor")
+NORMS = ("none", "sum", "l2", "max")
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """A feature map by name: `parse("dpfp-3").width(16)` is 96."""
+
+    kind: str
+    size: int = 0
+
+    @property
+    def name(self):
+        return f"{self.kind}-{self.size}" if self.size else self.kind
+
+    @property
+    def random(self):
+        """Whether the map needs a projection (see `favor_projection`)."""
+        return self.kind == "favor"
+
+    def width(self, d):
+        """Width of phi(x) for x of width d."""
+        if self.kind == "dpfp" and self.size > 2 * d - 1:
+            raise FastWeightError(f"features is {self.name!r} for width {d}; expected NU of at most 2 * {d} - 1: "
+                                  "rolling further repeats a product")  # fmt: skip
+        return {"dpfp": 2 * d * self.size, "favor": 2 * self.size}.get(self.kind, d)
+
+    def __call__(self, x, xp, nn, *, norm="none", projection=None):
+        """phi(x), normalised, for x (..., d) -> (..., width(d)).  projection: (M, d), for favor alone."""
+        if norm not in NORMS:
+            raise FastWeightError(f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}")
+        if (projection is not None) != self.random:
+            raise FastWeightError(f"projection is {'missing' if self.random else 'given'} for features {self.name!r}; "
+                                  "expected a (M, d) projection for favor-M and none otherwise")  # fmt: skip
+        if self.kind == "favor":
+            return normalise(_favor(x, projection, xp, rescale=norm != "none"), norm, xp)
+        phi = {"identity": _identity, "relu": _relu, "silu": _silu, "elu+1": _elu_plus_one, "dpfp": _dpfp}[self.kind]
+        return normalise(phi(x, xp, nn, self.size), norm, xp)
+
+
+def parse(name):
+    """The FeatureMap that `name` stands for; a FeatureMap is returned as it is."""
+    if isinstance(name, FeatureMap):
+        return name
+    kind, _, size = str(name).rpartition("-")
+    if name in PLAIN:
+        return FeatureMap(name)
+    if kind in SIZED and size.isdigit() and int(size) > 0:
+        return FeatureMap(kind, int(size))
+    raise FastWeightError(
+        f"features is {name!r}; expected {', '.join(map(repr, PLAIN))}, 'dpfp-NU' (such as 'dpfp-3') "
+        "or 'favor-M' (such as 'favor-64')"
+    )
+
+
+def _identity(x, xp, nn, size):
+    return x
+
+
+def _relu(x, xp, nn, size):
+    return xp.where(x > 0, x, 0.0)
+
+
+def _silu(x, xp, nn, size):
+    return nn.silu(x)
+
+
+def _elu_plus_one(x, xp, nn, size):
+    below = xp.where(x > 0, 0.0, x)  # exp never sees a large x: its infinity would poison the gradient
+    return xp.where(x > 0, x + 1, xp.exp(below))
+
+
+def _dpfp(x, xp, nn, size):
+    u = xp.concatenate([_relu(x, xp, nn, 0), _relu(-x, xp, nn, 0)], -1)
+    return xp.concatenate([u * xp.roll(u, j, -1) for j in range(1, size + 1)], -1)
+
+
+def _favor(x, projection, xp, *, rescale):
+    """exp(+-w.x - |x|^2 / 2) / sqrt(2M) of x d^(-1/4), from its logarithm; divided by its maximum when rescaled.
+
+    Under any norm a common factor of the features cancels, so it is taken out before exp can over- or underflow.
+    """
+    M, d = projection.shape
+    x = x * d**-0.25
+    u = x @ xp.swapaxes(projection, -1, -2)
+    u = xp.concatenate([u, -u], -1)
+    if rescale:
+        return xp.exp(u - xp.amax(u, -1)[..., None])
+    return xp.exp(u - 0.5 * xp.sum(x * x, -1)[..., None] - 0.5 * math.log(2 * M))
+
+
+def normalise(x, norm, xp):
+    """x / sum |x_j| (sum), x / |x| (l2), x / max |x_j| (max), or x (none), over the last axis; zero stays zero."""
+    if norm == "sum":
+        return x / (xp.sum(xp.abs(x), -1) + EPS)[..., None]
+    if norm == "l2":
+        return x / xp.sqrt(xp.sum(x * x, -1) + EPS)[..., None]
+    if norm == "max":
+        return x / (xp.amax(xp.abs(x), -1) + EPS)[..., None]
+    return x
+
+
+def favor_projection(M, d, seed):
+    """(M, d) NumPy float64: rows orthogonal within blocks of d, each as long as a Gaussian vector of width d.
+
+    The same seed gives the same features in every framework.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    blocks = [np.linalg.qr(rng.standard_normal((d, d)))[0].T for _ in range(-(-M // d))]
+    lengths = np.linalg.norm(rng.standard_normal((M, d)), axis=1)
+    return np.concatenate(blocks)[:M] * lengths[:, None]

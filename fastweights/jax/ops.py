@@ -1,0 +1,240 @@
+"""`fast_weight` in JAX: the memory of core.py as a scan over tokens or over chunks of them.
+
+Shapes beyond those of core.py: M chunks (tokens, when recurrent: C = 1), N sequences packed into one row.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from fastweights import core, features
+from fastweights.core import FastWeightError
+
+METHODS = ("recurrent", "chunked")
+CHUNK_SIZE = 64
+
+
+def fast_weight(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    beta: ArrayLike | None = None,
+    log_decay: ArrayLike | None = None,
+    rule: str = "delta",
+    read: str = "after",
+    state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    method: str = "auto",
+    chunk_size: int | None = None,
+) -> tuple[Array, Array]:
+    r"""Write keys and values into a fast-weight memory and read it with queries, causally.
+
+    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top k_t)^\top, \qquad o_t = S_t^\top q_t $$
+
+    It computes in float32 (float64 for float64 inputs) with matrix products at full precision, whatever the inputs
+    and the device, and runs under `jit`, `grad` and `vmap`.
+
+    Args:
+        q, k: (B, T, H, K) queries and keys, already mapped by a feature map and normalised.
+        v: (B, T, H, V) values.
+        beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
+        log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
+        rule: "delta" writes the error (d = 1); "sum" adds the value (d = 0, linear attention).
+        read: "after" reads S_t; "before" reads S_{t-1}, which has not seen token t.
+        state: (B, H, K, V) memory to start from; zeros when absent.
+        cu_seqlens: (N + 1,) offsets 0, ..., T of N sequences packed into one row (B = 1); the states are then
+            (N, H, K, V). A sequence may be empty. Under `jit` the offsets may be traced; they are then not checked.
+        mask: (B, T) bool, False for padding: such a token writes nothing, decays nothing and reads 0, whatever its
+            inputs hold.
+        method: "recurrent" scans over tokens and saves a memory per token for the backward pass; "chunked" works on
+            chunks at once and saves a memory per chunk; "auto" is recurrent for one token, else chunked.
+        chunk_size: tokens in a chunk, 64 when absent; any length of sequence goes with any chunk size.
+
+    Returns:
+        o (B, T, H, V) in the dtype of v, and the final state (B, H, K, V) in float32 or wider.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fastweights.jax import fast_weight
+        >>> q = k = jnp.eye(3).reshape(1, 3, 1, 3)
+        >>> v = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)
+        >>> o, state = fast_weight(q, k, v)
+        >>> o.ravel().tolist()
+        [1.0, 2.0, 3.0]
+        >>> again, _ = fast_weight(q[:, :1], k[:, :1], 5 * v[:, :1], state=state)  # the same key, another value
+        >>> again.item()
+        5.0
+    """
+    arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
+    arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
+    T = arrays["q"].shape[1]
+    if cu_seqlens is not None and (offsets := _values(arrays["cu_seqlens"])) is not None:
+        core.check_offsets(offsets.tolist(), T)
+    if core.debugging():
+        _check_values(arrays)
+    if method == "auto":
+        method = "recurrent" if T == 1 else "chunked"
+    C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, max(T, 1))
+    return _fast_weight(**arrays, delta=rule == "delta", before=read == "before", recurrent=method == "recurrent", C=C)
+
+
+def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: ArrayLike | None = None) -> Array:
+    """phi(x) of `fastweights.features`, normalised, in the dtype of x; computed in float32 or wider.
+
+    Args:
+        x: (..., d) keys or queries.
+        name: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        norm: "none", "sum", "l2" or "max", over the features.
+        projection: (M, d) for "favor-M" alone, from `fastweights.features.favor_projection(M, d, seed)`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fastweights.jax import feature_map
+        >>> feature_map(jnp.array([-1.0, 3.0]), "dpfp-1", norm="sum").tolist()
+        [0.0, 0.0, 1.0, 0.0]
+    """
+    x = jnp.asarray(x)
+    wide = _wide(x)
+    if projection is not None:
+        projection = jnp.asarray(projection, wide)
+    with jax.default_matmul_precision("highest"):
+        phi = features.parse(name)(x.astype(wide), jnp, jax.nn, norm=norm, projection=projection)
+    return phi.astype(x.dtype)
+
+
+@partial(jax.jit, static_argnames=("delta", "before", "recurrent", "C"))
+def _fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, mask, *, delta, before, recurrent, C):
+    """fast_weight after its checks; compiled once per shape, so that a call outside jit is fast too."""
+    B, T, H, K = q.shape
+    V, wide = v.shape[-1], _wide(q)
+    if beta is None:
+        beta = jnp.ones((B, T, H), wide)
+    if log_decay is None:
+        log_decay = jnp.zeros((B, T, H), wide)
+    if state is None:
+        state = jnp.zeros((B if cu_seqlens is None else len(cu_seqlens) - 1, H, K, V), wide)
+    if T == 0:
+        return v, state
+    tokens = [x.astype(wide) for x in (q, k, v, beta, log_decay)]
+    if mask is not None:
+        tokens = [_keep(mask, x) for x in tokens]
+    packing = None if cu_seqlens is None else _pack(cu_seqlens.astype(jnp.int32), T, C)
+    tokens = [_chunks(x, C, packing) for x in tokens]
+    with jax.default_matmul_precision("highest"):
+        if recurrent:
+            *token, log_decay = (x[:, :, :, 0] for x in tokens)
+            move = partial(core.step, delta=delta, before=before)
+            S, o = _scan(move, state, (*token, jnp.exp(log_decay)), packing)
+            o = o[:, :, :, None]
+        else:
+            prepared = core.prepare(*tokens, delta=delta, before=before, xp=jnp)
+            S, o = _scan(core.advance, state, prepared, packing)
+    o = jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, -1, H, V)  # (M, B, H, C, V) -> (B, M * C, H, V)
+    o = o[:, :T] if packing is None else o[:, packing.place]
+    return o.astype(q.dtype), S
+
+
+def _wide(x):
+    """What the memory of x accumulates in."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+class _Packing(NamedTuple):
+    """Where the tokens of N packed sequences lie in M chunks, none of which spans two sequences."""
+
+    token: Array  # (M, C) the token in each place of each chunk
+    real: Array  # (M, C) False where that place is padding
+    sequence: Array  # (M,) whose chunk it is
+    first: Array  # (M,) whether it is that sequence's first
+    place: Array  # (T,) where each token went among the M * C places
+
+
+def _pack(offsets, T, C):
+    """The _Packing of cu_seqlens; M depends on shapes alone, so that offsets may be traced.
+
+    A sequence of n tokens takes (n + C - 1) // C chunks, all of them at most (T + N (C - 1)) // C; those left over are
+    the last sequence's, and all padding.
+    """
+    N = len(offsets) - 1
+    start, stop = offsets[:-1], offsets[1:]
+    bounds = jnp.cumsum((stop - start + C - 1) // C, dtype=jnp.int32)
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds])  # of the sequences, in chunks
+
+    def owner(bounds, i):  # the sequence that i lies in; an empty one owns nothing
+        return jnp.clip(jnp.searchsorted(bounds, i, side="right").astype(jnp.int32) - 1, 0, N - 1)
+
+    chunk = jnp.arange((T + N * (C - 1)) // C, dtype=jnp.int32)
+    sequence = owner(bounds, chunk)
+    token = (start[sequence] + (chunk - bounds[sequence]) * C)[:, None] + jnp.arange(C, dtype=jnp.int32)
+    t = jnp.arange(T, dtype=jnp.int32)
+    n = owner(offsets, t)
+    return _Packing(
+        token=jnp.clip(token, 0, T - 1),
+        real=token < stop[sequence][:, None],
+        sequence=sequence,
+        first=chunk == bounds[sequence],
+        place=bounds[n] * C + t - start[n],
+    )
+
+
+def _chunks(x, C, packing):
+    """(B, T, H, ...) -> (M, B, H, C, ...), padded with zeros: tokens that neither write, decay nor read."""
+    B, T = x.shape[:2]
+    if packing is None:
+        M = -(-T // C)
+        x = jnp.pad(x, [(0, 0), (0, M * C - T)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(B, M, C, *x.shape[2:])
+    else:
+        x = _keep(packing.real[None], x[:, packing.token])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
+
+
+def _keep(mask, x):
+    """x where mask, else 0: NaN does not get through, forwards or backwards."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
+
+
+def _scan(move, state, xs, packing):
+    """S, o = move(S, *x) along the first axis of xs; a packed sequence starts from its own state and leaves its own."""
+    if packing is None:
+        return lax.scan(lambda S, x: move(S, *x), state, xs)
+
+    def body(carry, x):
+        S, states = carry
+        n, first, x = x
+        S, o = move(jnp.where(first, state[n], S), *x)
+        return (S, states.at[n].set(S[0])), o
+
+    init = jnp.zeros_like(state[:1]), state
+    (_, states), o = lax.scan(body, init, (packing.sequence, packing.first, xs))
+    return states, o
+
+
+def _check_values(arrays):
+    """core.check_values on what is real: padding may hold anything."""
+    values = {name: _values(x) for name, x in arrays.items() if x is not None and name != "cu_seqlens"}
+    traced = [name for name, x in values.items() if x is None]
+    if traced:
+        raise FastWeightError(
+            f"{', '.join(traced)}: got traced, expected values: fastweights.debug() cannot scan them under jax.jit or "
+            "jax.vmap; leave those, or debug()"
+        )
+    mask = values.pop("mask", None)
+    if mask is not None:
+        for name, x in values.items():
+            values[name] = x if name == "state" else np.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0)
+    core.check_values(values)
+
+
+def _values(x):
+    """x as NumPy, or None where it has no values yet: under jit or vmap."""
+    x = lax.stop_gradient(x)  # under grad alone the values lie beneath the tracer
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)

@@ -1,0 +1,152 @@
+"""`fast_weight` in chunks, forward and backward by hand, as two custom operators.
+
+Rows are chunks: every tensor is packed to (rows * H, C, width), rows ordered step by step (the first chunk of every
+sequence, then the second, ...), longest sequence first. A step of the walk is then a contiguous block of rows, for
+plain and for packed batches alike. Only the walk over the memory is sequential; all else runs on a segment of many
+chunks at once, short enough to stay in cache. docs/maths.md derives every line.
+"""
+
+import torch
+
+from fastweights.torch.layout import Layout, bound, inverse
+
+
+class Segment:
+    """The chunks of steps [a, b), packed, with everything that does not depend on the memory.
+
+    k, bk, bgk: keys, times beta, times beta and decay;  q: queries times the decay of what they read;  kS: keys
+    times the decay from their token to the chunk's end;  G, G_read: decay between tokens;  g_end: of a whole chunk.
+    Without rates or decay these are the same tensors or None, and cost nothing.
+    """
+
+    def __init__(self, layout, a, b, q, k, v, beta, log_decay, *, before):
+        self.offset = -1 if before else 0
+        self.raw_q, self.k, self.v = (layout.take(x, a, b) for x in (q, k, v))
+        self.beta = None if beta is None else layout.take(beta[..., None], a, b)
+        self.bk = self.k if beta is None else self.k * self.beta
+        self.G = self.G_read = self.g_end = None
+        self.q, self.bgk, self.kS = self.raw_q, self.bk, self.k
+        if log_decay is not None:
+            log_a = layout.take(log_decay[..., None], a, b)
+            log_g = log_a.cumsum(-2)
+            log_r = log_g - log_a if before else log_g
+            self.G = (log_g - log_g.mT).tril_(-1).exp_()
+            self.G_read = (log_r - log_g.mT).tril_(self.offset).exp_()
+            self.g, self.g_read = log_g.exp(), log_r.exp()
+            self.to_end = (log_g[:, -1:] - log_g).exp_()
+            self.g_end = log_g[:, -1:].exp()
+            self.q, self.bgk, self.kS = self.raw_q * self.g_read, self.bk * self.g, self.k * self.to_end
+
+    def within(self):
+        """A: what each query reads of each value written in its own chunk."""
+        A = torch.bmm(self.raw_q, self.k.mT)
+        return (A if self.G_read is None else A.mul_(self.G_read)).tril_(self.offset)
+
+    def overlaps(self):
+        """L: what each key, times its rate, retrieves of each value written before it in its own chunk."""
+        L = torch.bmm(self.bk, self.k.mT)
+        return (L if self.G is None else L.mul_(self.G)).tril_(-1)
+
+    def decay_gradient(self, gq, gk, gr, ends):
+        """Of log a, from the gradients of q and k: g_i scales what token i reads, 1 / g_i what it writes."""
+        read = (self.raw_q * gq).sum(-1, keepdim=True)
+        total = read - (self.k * (gk + gr)).sum(-1, keepdim=True)
+        total[:, -1:] += ends
+        total = total.flip(1).cumsum(1).flip(1)  # log g_i holds log a_1 .. log a_i
+        return total - read if self.offset else total
+
+
+def saved_shapes(q, v, cu_seqlens, chunk_size, delta):
+    """Shapes of X, u and S for all rows of these inputs, heads unrolled."""
+    B, T, H, K = q.shape
+    rows, C, V = H * bound(B, T, chunk_size, cu_seqlens), chunk_size, v.shape[-1]
+    return (rows, C, C) if delta else (0,), (rows, C, V), (rows, K, V)
+
+
+def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, save):
+    """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each chunk, if saved."""
+    H, K, V = *q.shape[2:], v.shape[-1]
+    layout = Layout(*q.shape[:3], chunk_size, cu_seqlens)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    memory = layout.sort(state).flatten(0, 1)
+    saved = memory.new_empty(0), memory.new_empty(0), memory.new_empty(0)
+    if save:
+        saved = tuple(memory.new_empty(shape) for shape in saved_shapes(q, v, cu_seqlens, chunk_size, delta))
+    for a, b in layout.segments(max(K, V, chunk_size)):
+        segment = Segment(layout, a, b, q, k, v, beta, log_decay, before=before)
+        X, u, S = (x[layout.span(a, b)] if len(x) else None for x in saved)
+        S = segment.k.new_empty(len(segment.k), K, V) if S is None else S
+        values, W = segment.v if beta is None else segment.v * segment.beta, None
+        if delta:
+            X = inverse(segment.overlaps(), out=X)
+            W = torch.bmm(X, segment.bgk)
+            u = torch.bmm(X, values) if u is None else torch.bmm(X, values, out=u)
+        else:
+            u = values if u is None else u.copy_(values)
+        for rows, m in layout.steps(a, b):
+            S[rows] = memory[:m]
+            if delta:
+                u[rows].baddbmm_(W[rows], S[rows], alpha=-1)
+            start = S[rows] if segment.g_end is None else S[rows] * segment.g_end[rows]
+            torch.baddbmm(start, segment.kS[rows].mT, u[rows], out=memory[:m])
+        layout.put(o, torch.bmm(segment.within(), u).baddbmm_(segment.q, S), a, b)
+    return o, layout.unsort(memory.unflatten(0, (-1, H))), *saved
+
+
+def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta, before, chunk_size):
+    """Gradients of q, k, v, beta, log_decay (None where absent) and state, from what `forward` saved."""
+    H, K, V = *q.shape[2:], v.shape[-1]
+    layout = Layout(*q.shape[:3], chunk_size, cu_seqlens)
+    dq, dk, dv, dbeta, dlog_decay = (
+        None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, beta, log_decay)
+    )
+    dS = layout.sort(dfinal).flatten(0, 1)  # gradient of the memory, walking back
+    for a, b in reversed(layout.segments(max(K, V, chunk_size))):
+        segment = Segment(layout, a, b, q, k, v, beta, log_decay, before=before)
+        X_, u_, S_ = (x[layout.span(a, b)] if len(x) else None for x in (X, u, S))
+        dout = layout.take(do, a, b)
+        du = torch.bmm(segment.within().mT, dout)
+        asked = torch.bmm(segment.q.mT, dout)  # by the queries, of the memory before each chunk
+        after = torch.empty_like(asked)  # gradient of the memory after each chunk
+        dy = torch.empty_like(du) if delta else du  # gradient of the value to write, before the delta rule's solve
+        for rows, m in reversed(layout.steps(a, b)):
+            after[rows] = dS[:m]
+            du[rows].baddbmm_(segment.kS[rows], after[rows])
+            decayed = after[rows] if segment.g_end is None else after[rows] * segment.g_end[rows]
+            torch.add(asked[rows], decayed, out=dS[:m])
+            if delta:
+                torch.bmm(X_[rows].mT, du[rows], out=dy[rows])
+                dS[:m].baddbmm_(segment.bgk[rows].mT, dy[rows], alpha=-1)
+        dA = torch.bmm(dout, u_.mT).tril_(segment.offset)
+        gq = torch.bmm(dout, S_.mT)  # of a query, as it reads
+        gk = torch.bmm(u_, after.mT)  # of a key, as it writes
+        ends = None
+        if segment.G is not None:
+            dA.mul_(segment.G_read)
+            gq.mul_(segment.g_read)
+            gk.mul_(segment.to_end)
+            kept = (after * S_).sum((-1, -2), keepdim=True) * segment.g_end
+            ends = kept + (segment.k * gk).sum((-1, -2), keepdim=True)
+        gq.baddbmm_(dA, segment.k)
+        gk.baddbmm_(dA.mT, segment.raw_q)
+        gr = torch.zeros((), dtype=gk.dtype, device=gk.device)  # of a key, as it reads what it will overwrite (minus)
+        if delta:
+            R = torch.bmm(dy, u_.mT).tril_(-1)
+            gr = torch.bmm(dy, S_.mT)
+            if segment.G is not None:
+                R.mul_(segment.G)
+                gr.mul_(segment.g)
+            gr.baddbmm_(R, segment.k)
+            gk.baddbmm_(R.mT, segment.bk, alpha=-1)
+        if dbeta is not None:
+            gb = (dy * segment.v).sum(-1, keepdim=True)
+            layout.put(dbeta[..., None], gb.sub_((segment.k * gr).sum(-1, keepdim=True)) if delta else gb, a, b)
+            dy = dy * segment.beta
+            gr = gr * segment.beta
+        if dlog_decay is not None:
+            layout.put(dlog_decay[..., None], segment.decay_gradient(gq, gk, gr, ends), a, b)
+        layout.put(dq, gq, a, b)
+        layout.put(dk, gk.sub_(gr), a, b)
+        layout.put(dv, dy, a, b)
+    return dq, dk, dv, dbeta, dlog_decay, layout.unsort(dS.unflatten(0, (-1, H)))

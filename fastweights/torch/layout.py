@@ -1,0 +1,158 @@
+"""How tokens become chunks: (B, T, H, width) <-> (rows * H, C, width), for plain and for packed batches."""
+
+import torch
+from torch import Tensor
+
+from fastweights.core import check_offsets
+
+SEGMENT = 2**19  # numbers per packed tensor of a segment: a dozen of them stay in a cache of 32 MiB
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What the memory accumulates in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class Layout:
+    """Chunks of C tokens that never span two sequences, ordered by step, then by sequence, longest first.
+
+    sizes[s] is the number of sequences that have a chunk s; they are the first sizes[s] ones, so a memory kept in
+    this order needs no bookkeeping: step s works on its first sizes[s] rows.
+    """
+
+    def __init__(self, B: int, T: int, H: int, C: int, cu_seqlens: Tensor | None = None):
+        self.T, self.H, self.C = T, H, C
+        self.order = self.tokens = None
+        self.rows_bound = bound(B, T, C, cu_seqlens)
+        if cu_seqlens is None:
+            self.sizes = [B] * -(-T // C)
+        else:
+            self._pack(cu_seqlens)
+        self.starts = [0]
+        for size in self.sizes:
+            self.starts.append(self.starts[-1] + size)
+
+    def _pack(self, cu_seqlens):
+        offsets = cu_seqlens.tolist()
+        check_offsets(offsets, self.T)
+        start = torch.tensor(offsets[:-1])
+        length = torch.tensor(offsets[1:]) - start
+        chunks, order = torch.sort(-(-length // self.C), descending=True, stable=True)
+        steps = torch.arange(int(chunks[0]))[:, None]
+        step, row = torch.nonzero(steps < chunks, as_tuple=True)  # step by step, longest sequence first
+        within = step[:, None] * self.C + torch.arange(self.C)
+        real = within < length[order[row], None]
+        device = cu_seqlens.device
+        self.sizes = (steps < chunks).sum(1).tolist()
+        self.order = order.to(device)
+        self.tokens = torch.where(real, start[order[row], None] + within, -1).to(device)  # (rows, C), -1 for padding
+
+    def segments(self, width: int) -> list[tuple[int, int]]:
+        """Ranges of steps whose packed tensors, `width` numbers per token, fit the cache."""
+        ranges: list[tuple[int, int]] = []
+        a = 0
+        for b in range(1, len(self.sizes) + 1):
+            following = self.starts[min(b + 1, len(self.sizes))] - self.starts[a]
+            if b == len(self.sizes) or following * self.H * self.C * width > SEGMENT:
+                ranges.append((a, b))
+                a = b
+        return ranges
+
+    def span(self, a: int, b: int) -> slice:
+        """Rows of steps [a, b), heads unrolled."""
+        return slice(self.starts[a] * self.H, self.starts[b] * self.H)
+
+    def steps(self, a: int, b: int) -> list[tuple[slice, int]]:
+        """Per step of [a, b): its rows within the segment, and how many they are, heads unrolled."""
+        spans = [self.span(s, s + 1) for s in range(a, b)]
+        first = self.span(a, b).start
+        return [(slice(span.start - first, span.stop - first), span.stop - span.start) for span in spans]
+
+    def take(self, x: Tensor, a: int, b: int) -> Tensor:
+        """Steps [a, b) of x (B, T, H, width) as (rows * H, C, width) in the working dtype, zero in the padding."""
+        H, width = x.shape[-2:]
+        rows = self.starts[b] - self.starts[a]
+        out = torch.empty(rows, H, self.C, width, dtype=working_dtype(x), device=x.device)
+        if self.tokens is None:
+            part = x[:, a * self.C : b * self.C]
+            missing = (b - a) * self.C - part.shape[1]
+            if missing:
+                part = torch.cat([part, part.new_zeros(x.shape[0], missing, H, width)], 1)
+            part = part.unflatten(1, (b - a, self.C)).permute(1, 0, 3, 2, 4)
+            out.view(part.shape).copy_(part)
+        else:
+            token = self.tokens[self.starts[a] : self.starts[b]]
+            part = x[0].index_select(0, token.clamp(min=0).flatten()).view(rows, self.C, H, width)
+            out.copy_(part.transpose(1, 2))
+            out.masked_fill_((token < 0)[:, None, :, None], 0)
+        return out.flatten(0, 1)
+
+    def put(self, x: Tensor, rows: Tensor, a: int, b: int) -> None:
+        """Write steps [a, b) of x (B, T, H, width) from (rows * H, C, width), leaving the padding out."""
+        rows = rows.unflatten(0, (-1, self.H)).transpose(1, 2)  # (rows, C, H, width)
+        if self.tokens is None:
+            part = x[:, a * self.C : b * self.C]
+            rows = rows.unflatten(0, (b - a, -1)).transpose(0, 1)  # (B, steps, C, H, width)
+            if part.shape[1] == (b - a) * self.C:
+                part.unflatten(1, (b - a, self.C)).copy_(rows)
+            else:
+                part.copy_(rows.flatten(1, 2)[:, : part.shape[1]])
+        else:
+            token = self.tokens[self.starts[a] : self.starts[b]]
+            x[0].index_copy_(0, token[token >= 0], rows[token >= 0].to(x.dtype))
+
+    def sort(self, state: Tensor) -> Tensor:
+        """A copy of state (sequences, H, K, V) in this order, in the working dtype."""
+        state = state.clone() if self.order is None else state[self.order]
+        return state.to(working_dtype(state)).contiguous()
+
+    def unsort(self, state: Tensor) -> Tensor:
+        """The inverse of `sort`."""
+        return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
+
+
+def bound(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
+    """Rows that any layout of these shapes needs at most."""
+    return B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
+
+
+def inverse(L: Tensor, out: Tensor | None = None) -> Tensor:
+    """(I + L)^{-1} for L (n, C, C) strictly lower triangular: substitution in blocks of 8 rows, then merges in pairs.
+
+    `core.inverse` says why it is stable; this one touches the blocks alone.
+    """
+    n, C, _ = L.shape
+    whole = max(8, 1 << (C - 1).bit_length())
+    if whole != C:  # the rows that fill up to a power of two are rows of the identity
+        X = inverse(torch.nn.functional.pad(L, (0, whole - C, 0, whole - C)))[:, :C, :C]
+        return X.contiguous() if out is None else out.copy_(X)
+    X, size = _substitute(_blocks(L, 8, 0)), 8
+    while size < C:
+        top, bottom = X.view(-1, 2, size, size).unbind(1)
+        below = torch.bmm(torch.bmm(bottom, _blocks(L, size, size)), top)
+        X = X.new_zeros(n * C // (2 * size), 2 * size, 2 * size)
+        X[:, :size, :size] = top
+        X[:, size:, size:] = bottom
+        X[:, size:, :size] = below.neg_()
+        size *= 2
+    return X if out is None else out.copy_(X)
+
+
+def _blocks(L, size, below):
+    """The (size, size) blocks of L on its diagonal, or those `below` rows under every other one of them."""
+    n, C, _ = L.shape
+    stride = size + below
+    return L.as_strided(
+        (n, C // stride, size, size), (C * C, stride * (C + 1), C, 1), L.storage_offset() + below * C
+    ).reshape(-1, size, size)
+
+
+def _substitute(L):
+    """(I + L)^{-1} of many small L (n, size, size), row by row, with n as the innermost axis."""
+    size = L.shape[-1]
+    L = L.permute(1, 2, 0).contiguous()
+    X = torch.zeros_like(L)
+    X.diagonal().fill_(1)
+    for i in range(1, size):
+        torch.sum(L[i, :i, None] * X[:i, :i], 0, out=X[i, :i]).neg_()
+    return X.permute(2, 0, 1).contiguous()

@@ -1,0 +1,157 @@
+"""`fast_weight` for PyTorch: argument checks, the choice of method, and the loop that is the equation itself."""
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastweights import core, features
+from fastweights.core import FastWeightError
+
+CHUNK_SIZE = 64
+
+Rule = Literal["delta", "sum"]
+Read = Literal["after", "before"]
+Method = Literal["auto", "recurrent", "chunked"]
+
+
+def fast_weight(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    rule: Rule = "delta",
+    read: Read = "after",
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    method: Method = "auto",
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Write keys and values into a fast-weight memory and read it with queries, causally.
+
+    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top k_t)^\top, \qquad o_t = S_t^\top q_t $$
+
+    Args:
+        q, k: (B, T, H, K) queries and keys, already mapped by a feature map and normalised.
+        v: (B, T, H, V) values.
+        beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
+        log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
+        rule: "delta" writes the error (d = 1); "sum" adds the value (d = 0, linear attention).
+        read: "after" reads S_t; "before" reads S_{t-1}, which token t has not touched.
+        state: (B, H, K, V) memory to start from, in float32 (float64 for float64 inputs); zeros when absent.
+        cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
+        mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
+        method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
+            "auto", recurrent for one token and chunked otherwise.
+        chunk_size: tokens per chunk of "chunked"; 64 when absent. It changes speed, not the result.
+
+    Returns:
+        o (B, T, H, V) in the dtype of v, and the state after the last token, in float32 or wider.
+
+    Under autocast q, k and v are cast to its dtype, as a matrix product would; accumulation stays in float32.
+
+    Example:
+        >>> q = k = torch.eye(3).reshape(1, 3, 1, 3)
+        >>> v = torch.tensor([[1.0], [2.0], [3.0]]).reshape(1, 3, 1, 1)
+        >>> fast_weight(q, k, v)[0].flatten().tolist()
+        [1.0, 2.0, 3.0]
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
+    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
+    _check_devices(arrays)
+    if not torch.compiler.is_compiling() and core.debugging():
+        core.check_values({n: x.detach().double().cpu().numpy() for n, x in arrays.items() if x is not None and n != "mask"})
+    if mask is not None:
+        q, k, v, beta, log_decay = _masked(mask, q, k, v, beta, log_decay)
+    if state is None:
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1], dtype=wide)
+    run = METHODS[choose(q) if method == "auto" else method]
+    o, state = run(q, k, v, beta, log_decay, state, cu_seqlens,
+                   delta=rule == "delta", before=read == "before", chunk_size=chunk_size or CHUNK_SIZE)  # fmt: skip
+    return (o if mask is None else torch.where(mask[..., None, None], o, 0.0)), state
+
+
+def choose(q: Tensor) -> Method:
+    """The method "auto" stands for: one token -> recurrent, else chunked."""
+    return "recurrent" if q.shape[1] == 1 else "chunked"
+
+
+def _recurrent(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
+    """The equation, token by token, through autograd."""
+    if cu_seqlens is not None:
+        offsets = cu_seqlens.tolist()
+        core.check_offsets(offsets, q.shape[1])
+        return _each(_recurrent, offsets, q, k, v, beta, log_decay, state, delta=delta, before=before)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, values = (x.to(state.dtype) for x in (q, k, v))
+        beta = torch.ones_like(q[..., 0]) if beta is None else beta.to(state.dtype)
+        decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.to(state.dtype).exp()
+        outputs = []
+        for token in zip(*(x.unbind(1) for x in (q, k, values, beta, decay)), strict=True):
+            state, o = core.step(state, *token, delta=delta, before=before)
+            outputs.append(o)
+        o = torch.stack(outputs, 1) if outputs else values
+    return o.to(v.dtype), state.clone() if not outputs else state
+
+
+def _each(run, offsets, q, k, v, beta, log_decay, state, **how):
+    """`run` on every packed sequence by itself."""
+    parts = [
+        run(*(None if x is None else x[:, a:b] for x in (q, k, v, beta, log_decay)), state[n : n + 1], None,
+            chunk_size=None, **how)
+        for n, (a, b) in enumerate(pairwise(offsets))
+    ]  # fmt: skip
+    return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
+
+
+def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
+    from fastweights.torch.autograd import Chunked  # registering the operators costs time at import
+
+    inputs = (q, k, v, beta, log_decay, state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    o, state, *_ = Chunked.apply(*inputs, cu_seqlens, delta, before, chunk_size, save)
+    return o, state
+
+
+METHODS = {"recurrent": _recurrent, "chunked": _chunked}
+
+
+def _masked(mask, q, k, v, beta, log_decay):
+    """Padding turned into tokens that do nothing, whatever they held."""
+    q, k, v = (torch.where(mask[..., None, None], x, 0.0) for x in (q, k, v))
+    beta, log_decay = (None if x is None else torch.where(mask[..., None], x, 0.0) for x in (beta, log_decay))
+    return q, k, v, beta, log_decay
+
+
+def _check_devices(arrays):
+    device = arrays["q"].device
+    for name, x in arrays.items():
+        if x is not None and x.device != device and name != "cu_seqlens":
+            raise FastWeightError(f"{name} is on {x.device}; expected {device}: the device of q")
+
+
+def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor | None = None) -> Tensor:
+    """phi(x) for a feature map by name, normalised over the last axis: `feature_map(k, "dpfp-3", norm="sum")`.
+
+    Args:
+        x: (..., d).
+        name: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        norm: "none", "sum", "l2" or "max".
+        projection: (M, d), for "favor-M" alone: `favor_projection(M, d, seed)`.
+
+    Returns:
+        (..., width) in the dtype of x, computed in float32 or wider.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if projection is not None:
+        projection = torch.as_tensor(projection, dtype=wide, device=x.device)
+    phi = features.parse(name)
+    return phi(x.to(wide), torch, torch.nn.functional, norm=norm, projection=projection).to(x.dtype)

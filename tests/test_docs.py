@@ -1,0 +1,127 @@
+"""The documents are true: README code runs, its tree is the tree, imports go one way and stay light."""
+
+import ast
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fastweights"
+README = (ROOT / "README.md").read_text()
+
+# What a room may import of this package. Rooms in one set may not import each other.
+LEVELS = [
+    {"__init__"}, {"core"}, {"features"}, {"torch", "jax", "keras"}, {"hf", "lm"}, {"lab", "inspect", "bench"},
+    {"cli"}, {"__main__"},
+]  # fmt: skip
+
+
+def room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def level(name):
+    return next(i for i, rooms in enumerate(LEVELS) if name in rooms)
+
+
+def imported_rooms(source):
+    """Rooms of fastweights that a module's source imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "fastweights":
+                known = len(parts) > 1 and any(parts[1] in rooms for rooms in LEVELS)
+                yield parts[1] if known else "__init__"
+
+
+def wrong_arrows(name, source):
+    return [other for other in imported_rooms(source)
+            if other not in (name, "__init__") and level(other) >= level(name) and name != "__init__"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    assert wrong_arrows(room(path), path.read_text()) == []
+
+
+def test_imports_test_can_fail():
+    assert wrong_arrows("core", "from fastweights.torch import ops") == ["torch"]
+    assert wrong_arrows("torch", "def f():\n    import fastweights.jax.ops") == ["jax"]
+
+
+def loaded_by(statement):
+    code = f"import sys; {statement}; print(*sys.modules)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_imports_are_light():
+    heavy = {"torch", "jax", "keras", "tensorflow", "numpy", "transformers"}
+    assert not heavy & set(loaded_by("import fastweights"))
+    assert heavy & set(loaded_by("import torch")) >= {"torch"}  # the check can fail
+    assert not {"jax", "keras", "tensorflow", "triton"} & set(loaded_by("import fastweights.torch"))
+    assert not {"torch", "keras", "tensorflow"} & set(loaded_by("import fastweights.jax"))
+
+
+def seconds(statement):
+    code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def test_imports_are_quick():
+    assert min(seconds("import fastweights") for _ in range(3)) < 0.1
+    ours = "import torch; t = time.perf_counter(); import fastweights.torch"
+    assert min(seconds(ours) for _ in range(3)) < 0.2
+
+
+def test_readme_shows_code_by_line_10():
+    assert any("import fastweights" in line for line in README.splitlines()[:10])
+
+
+def test_readme_code_prints_what_it_says(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert blocks
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)
+        printed = capsys.readouterr().out.splitlines()
+        promised = re.findall(r"^print\(.*\)\s+# (.*)$", block, re.M)
+        assert len(printed) == len(promised)
+        for line, promise in zip(printed, promised, strict=True):
+            assert promise.startswith(line)
+
+
+def test_readme_tree_is_the_tree():
+    tree = re.search(r"```\nfastweights/\n(.*?)```", README, re.S).group(1)
+    listed = set(re.findall(r"^  (\S+)", tree, re.M))
+    hidden = {"__init__.py", "py.typed", "__pycache__/"}
+    on_disk = {p.name + "/" * p.is_dir() for p in PACKAGE.iterdir()} - hidden
+    assert listed == on_disk
+    for name in re.findall(r"^(\w+)/ ", tree, re.M):
+        assert (ROOT / name).is_dir()
+    for folder, note in re.findall(r"^  (\w+)/\s+(.*)$", tree, re.M):
+        for file in re.findall(r"\w+\.py", note):
+            assert (PACKAGE / folder / file).is_file(), f"{folder}/{file}"
+
+
+@pytest.mark.parametrize("module", ["fastweights.core", "fastweights.torch.ops", "fastweights.jax.ops"])
+def test_doctests(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted
+    assert not result.failed
+
+
+def test_files_stay_short():
+    lengths = sorted(len(p.read_text().splitlines()) for p in PACKAGE.rglob("*.py"))
+    assert lengths[len(lengths) // 2] < 200
+    assert lengths[-1] < 400

@@ -1,0 +1,250 @@
+"""What PyTorch users do with `fast_weight` beyond calling it: derivatives, dtypes, transforms, compilation, streams."""
+
+import resource
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_close, oracle, problem
+from torch.utils.checkpoint import checkpoint
+
+from fastweights import FastWeightError
+from fastweights.torch import fast_weight
+from fastweights.torch.layout import inverse
+
+NAMES = ("q", "k", "v", "beta", "log_decay", "state")
+ALL = tuple(range(len(NAMES)))
+
+
+def tensors(rng, dtype=torch.float64, grad=False, **shape):
+    args = problem(rng, **shape)
+    return [torch.tensor(args[n], dtype=dtype).requires_grad_(grad) for n in NAMES]
+
+
+def call(*inputs, **how):
+    how = {"method": "chunked", "chunk_size": 8} | how
+    return fast_weight(**dict(zip(NAMES, inputs, strict=True)), **how)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fresh memory is NaN, so that an element left unwritten cannot pass."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        make = getattr(owner, name)
+
+        def poisoned(*args, _make=make, **how):
+            x = _make(*args, **how)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        monkeypatch.setattr(owner, name, poisoned)
+
+
+@pytest.mark.parametrize("read", ["after", "before"])
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_first_and_second_derivatives(rng, rule, read):
+    inputs = tensors(rng, grad=True, B=1, T=11, H=2, K=2, V=3)
+    run = lambda *x: call(*x, rule=rule, read=read)  # noqa: E731
+    torch.autograd.gradcheck(run, inputs)
+    torch.autograd.gradgradcheck(run, inputs)
+
+
+def test_derivatives_of_packed_sequences(rng):
+    inputs = tensors(rng, grad=True, B=1, T=11, H=2, K=2, V=3, sequences=3)
+    run = lambda *x: call(*x, cu_seqlens=torch.tensor([0, 9, 9, 11]))  # noqa: E731
+    torch.autograd.gradcheck(run, inputs)
+    torch.autograd.gradgradcheck(run, inputs)
+
+
+def test_derivatives_of_a_padded_batch(rng):
+    inputs = tensors(rng, grad=True, B=2, T=5, H=1, K=2, V=2)
+    mask = torch.tensor([[True] * 3 + [False] * 2, [False] + [True] * 4])
+    torch.autograd.gradcheck(lambda *x: call(*x, mask=mask), inputs)
+
+
+def test_third_derivative_is_right(rng):
+    """d^3/dx^3 of a sum of outputs along one direction, against the recurrent form."""
+    inputs = tensors(rng, B=1, T=6, H=1, K=2, V=2)
+    x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def third(method):
+        y = call(*(x.exp() * t for t in inputs[:4]), *inputs[4:], method=method, chunk_size=4)[0].sum()
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y, x, create_graph=True)
+        return y
+
+    torch.testing.assert_close(third("chunked"), third("recurrent"), rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_the_inputs_that_ask(rng):
+    inputs = tensors(rng)
+    full = [x.clone().requires_grad_() for x in inputs]
+    want = torch.autograd.grad(call(*full)[0].sum(), full)
+    for i, x in enumerate(inputs):
+        alone = [y.clone().requires_grad_(i == j) for j, y in enumerate(inputs)]
+        torch.testing.assert_close(torch.autograd.grad(call(*alone)[0].sum(), alone[i])[0], want[i], msg=NAMES[i])
+        assert x.grad is None
+
+
+def test_every_element_is_written(rng, poison):
+    for how in (dict(B=2, T=37), dict(B=1, T=37, sequences=3)):
+        inputs = tensors(rng, grad=True, **how)
+        packed = {"cu_seqlens": torch.tensor([0, 20, 20, 37])} if "sequences" in how else {}
+        for rule in ("delta", "sum"):
+            o, S = call(*inputs, rule=rule, **packed)
+            for x in (o, S, *torch.autograd.grad((o.sum() + S.sum()), inputs)):
+                assert x.isfinite().all()
+
+
+def test_inputs_are_not_changed(rng):
+    inputs = tensors(rng, grad=True)
+    before = [x.detach().clone() for x in inputs]
+    o, S = call(*inputs)
+    torch.autograd.grad(o.sum() + S.sum(), inputs)
+    for x, y in zip(inputs, before, strict=True):
+        assert torch.equal(x.detach(), y)
+    assert S.data_ptr() != inputs[-1].data_ptr()
+
+
+def test_strided_and_expanded_inputs(rng):
+    args = problem(rng, T=20)
+    q, k, v, beta, log_decay, state = (torch.tensor(args[n]) for n in NAMES)
+    qkv = torch.cat([q, k], -1)
+    q, k = qkv[..., : q.shape[-1]], qkv[..., q.shape[-1] :]
+    v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    beta = beta[:, :, :1].expand(*beta.shape)
+    want = oracle(**(args | {"beta": beta.numpy()}))
+    for got, exact in zip(call(q, k, v, beta, log_decay, state), want, strict=True):
+        assert_close(got.numpy(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_half_precision_errs_at_most_twice_as_much_as_plain_torch(rng, rule, dtype):
+    """Plain torch: the equation in a loop, everything in that dtype."""
+    from fastweights import core
+
+    inputs = [x.to(dtype) for x in tensors(rng, T=130, K=32, V=16)]
+    state = inputs[-1].float()
+    q, k, v, beta, log_decay, S = inputs
+    plain = []
+    for t in range(q.shape[1]):
+        S, o = core.step(S, q[:, t], k[:, t], v[:, t], beta[:, t], log_decay[:, t].exp(), delta=rule == "delta")
+        plain.append(o)
+    exact, _ = oracle(**{n: x.double().numpy() for n, x in zip(NAMES, inputs, strict=True)}, rule=rule)
+    got, final = call(*inputs[:-1], state, rule=rule)
+    assert got.dtype == dtype
+    assert final.dtype == torch.float32
+    error = np.abs(got.double().numpy() - exact).max()
+    allowed = 2 * np.abs(torch.stack(plain, 1).double().numpy() - exact).max()
+    assert error <= allowed, f"max error {error:.2e} exceeds {allowed:.2e}, twice plain torch's"
+
+
+def test_rates_may_be_wider_than_the_values(rng):
+    q, k, v, beta, log_decay, state = tensors(rng, torch.float32, T=20)
+    o, _ = call(q.bfloat16(), k.bfloat16(), v.bfloat16(), beta, log_decay, state)
+    assert o.dtype == torch.bfloat16
+
+
+def test_autocast_casts_values_and_accumulates_in_float32(rng):
+    inputs = tensors(rng, torch.float32, grad=True, T=70)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, S = call(*inputs)
+        loop, S_loop = call(*inputs, method="recurrent")
+    assert o.dtype == loop.dtype == torch.bfloat16
+    assert S.dtype == S_loop.dtype == torch.float32
+    torch.testing.assert_close(S, S_loop, rtol=1e-5, atol=1e-5)  # products in bfloat16 would differ by 1e-2
+    for g, x in zip(torch.autograd.grad(o.float().sum(), inputs), inputs, strict=True):
+        assert g.dtype == x.dtype
+
+
+def test_compiles_without_a_graph_break(rng):
+    for packed in (None, torch.tensor([0, 13, 20])):
+        inputs = tensors(rng, grad=True, B=1, T=20, sequences=1 if packed is None else 2)
+        compiled = torch.compile(lambda *x, cu=packed: call(*x, cu_seqlens=cu), fullgraph=True, backend="aot_eager")
+        for got, want in zip(compiled(*inputs), call(*inputs, cu_seqlens=packed), strict=True):
+            torch.testing.assert_close(got, want)
+        got, want = (torch.autograd.grad(f(*inputs)[0].sum(), inputs)
+                     for f in (compiled, lambda *x, cu=packed: call(*x, cu_seqlens=cu)))  # fmt: skip
+        torch.testing.assert_close(got, want)
+
+
+def test_operators_pass_torchs_own_check(rng):
+    from fastweights.torch.autograd import backward_op, chunked_op
+
+    inputs = tensors(rng, T=20)
+    for rule in (True, False):
+        forward = (*inputs, None, rule, False, 8, True)
+        torch.library.opcheck(chunked_op, forward)
+        o, S, *saved = chunked_op(*forward)
+        torch.library.opcheck(backward_op, (o, S, *inputs, None, *saved, rule, False, 8))
+
+
+def test_vmap_equals_a_loop(rng):
+    many = [torch.stack([x, 0.5 * x, 0.1 * x]) for x in tensors(rng, T=20)]
+    got = torch.func.vmap(call)(*many)
+    want = [torch.stack(x) for x in zip(*(call(*(x[i] for x in many)) for i in range(3)), strict=True)]
+    torch.testing.assert_close(list(got), want)
+    shared = torch.func.vmap(call, in_dims=(0, None, 0, None, None, None))(many[0], many[1][0], many[2],
+                                                                           *(x[0] for x in many[3:]))  # fmt: skip
+    assert shared[0].shape == got[0].shape
+
+
+def test_functional_gradients(rng):
+    inputs = tensors(rng, T=20)
+    loss = lambda *x: call(*x)[0].sin().sum() + call(*x)[1].sum()  # noqa: E731
+    got = torch.func.grad(loss, argnums=ALL)(*inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    torch.testing.assert_close(got, torch.autograd.grad(loss(*leaves), leaves))
+    many = [torch.stack([x, 0.5 * x]) for x in inputs]
+    per_sample = torch.func.vmap(torch.func.grad(loss, argnums=ALL))(*many)
+    torch.testing.assert_close([g[0] for g in per_sample], list(got))
+
+
+def test_gradient_checkpointing(rng):
+    inputs = tensors(rng, grad=True, T=20)
+    run = lambda *x: call(*x)[0].sin()  # noqa: E731
+    got = torch.autograd.grad(checkpoint(run, *inputs, use_reentrant=False).sum(), inputs)
+    torch.testing.assert_close(got, torch.autograd.grad(run(*inputs).sum(), inputs))
+
+
+@pytest.mark.parametrize("C", [1, 2, 7, 8, 16, 50, 64, 128])
+@pytest.mark.parametrize("strength", [1.0, 2.0])
+def test_inverse_when_keys_nearly_repeat(rng, C, strength):
+    """As accurate as LAPACK's substitution, in float32, within a factor of 4."""
+    k = 1 + 0.05 * rng.standard_normal((3, C, 16))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    L = torch.tensor(np.tril(strength * k @ k.swapaxes(1, 2), -1))
+    eye = torch.eye(C, dtype=torch.float64).expand(3, C, C)
+    exact = torch.linalg.solve_triangular(eye + L.float(), eye, upper=False)
+    plain = torch.linalg.solve_triangular(eye.float() + L.float(), eye.float(), upper=False)
+    assert (inverse(L.float()) - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-7
+    assert_close(inverse(L.float().double()).numpy(), exact.numpy(), 1e-12)
+
+
+def test_a_million_tokens_stream_in_constant_memory():
+    pieces, T, H, D = 128, 8192, 1, 16
+    generator = torch.Generator().manual_seed(0)
+    state, peak = None, []
+    with torch.no_grad():
+        for piece in range(pieces):
+            q, k, v = torch.randn(3, 1, T, H, D, generator=generator)
+            k = torch.nn.functional.normalize(k, dim=-1)
+            o, state = fast_weight(q, k, v, beta=torch.rand(1, T, H, generator=generator), state=state)
+            assert o.shape == v.shape
+            if piece in (8, pieces - 1):
+                peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert state.isfinite().all()
+    assert state.norm() < 100  # unit keys and rates in [0, 1]: the memory forgets as fast as it learns
+    assert peak[1] - peak[0] < 20_000, f"grew by {peak[1] - peak[0]} KiB over a million tokens"
+
+
+def test_two_devices_are_refused(rng):
+    q, k, v, *_ = tensors(rng, T=3)
+    with pytest.raises(FastWeightError, match="k is on meta; expected cpu: the device of q"):
+        fast_weight(q, k.to("meta"), v)
+
+
+def test_a_mapped_packing_is_refused(rng):
+    q, k, v, *_ = (x[None] for x in tensors(rng, B=1, T=4))
+    with pytest.raises(FastWeightError, match="cu_seqlens is mapped by vmap; expected one packing"):
+        torch.func.vmap(lambda q, k, v, cu: fast_weight(q, k, v, cu_seqlens=cu))(q, k, v, torch.tensor([[0, 4]]))
