@@ -71,6 +71,14 @@ def _need_torch(command: str) -> None:
         raise FastWeightError(f"{command} needs PyTorch, which is not installed; pip install 'fastweights[torch]'")
 
 
+def _make_folder(folder: Path) -> None:
+    """Before the work, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FastWeightError(f"cannot write to {folder}: {error.strerror}") from None
+
+
 def _version(asked: bool) -> None:
     if asked:
         print(f"fastweights {fastweights.__version__}")
@@ -204,6 +212,7 @@ def memory(
     dtype = dtype or (Dtype.bfloat16 if device == Device.cuda else Dtype.float32)
     rules = [rule.value] if rule else [r.value for r in Rule]
     path = json or report.default_path(device, "-".join(["lengths"] * length_scaling + ["smoke"] * smoke))
+    _make_folder(path.parent)
     console = Console()
     try:
         if length_scaling:

@@ -23,7 +23,7 @@ EPS = 1e-12  # added to the sum of features (sum norm) and to the sum of squares
 
 PLAIN = ("identity", "relu", "silu", "elu+1")
 SIZED = ("dpfp", "favor")
-NORMS = ("none", "sum", "l2", "max")
+NORMS = ("none", "sum", "l2", "max", "hellinger")
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,17 @@ def _favor(x, projection, xp, *, rescale):
 
 
 def normalise(x, norm, xp):
-    """x / sum |x_j| (sum), x / |x| (l2), x / max |x_j| (max), or x (none), over the last axis; zero stays zero."""
+    """x / sum |x_j| (sum), x / |x| (l2), x / max |x_j| (max), sign(x) sqrt(|x| / sum |x_j|) (hellinger), or x (none).
+
+    Over the last axis; zero stays zero.
+    """
     if norm == "sum":
         return x / (xp.sum(xp.abs(x), -1) + EPS)[..., None]
     if norm == "l2":
         return x / xp.sqrt(xp.sum(x * x, -1) + EPS)[..., None]
+    if norm == "hellinger":
+        share = x / (xp.sum(xp.abs(x), -1) + EPS)[..., None]
+        return share / xp.sqrt(xp.abs(share) + EPS)  # a slope of 1 / sqrt(EPS) at 0 instead of an infinite one
     if norm == "max":
         return x / (xp.amax(xp.abs(x), -1) + EPS)[..., None]
     return x

@@ -1,6 +1,6 @@
 """Whether contestants compute the same memory: their outputs, states and gradients against float64."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -62,11 +62,23 @@ def deviation(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item()
 
 
-def check(case: Case, contestants: list[Contestant], x: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-    """The deviations of every contestant that can be compared; raise Disagreement when one is too large."""
+def check(
+    case: Case, contestants: Sequence[Contestant], x: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """The deviations of every contestant that can be compared, and the peers that fail here with their reason.
+
+    Raise Disagreement when a deviation is too large. An error of one of our own methods is raised as it is.
+    """
     want, tolerance = exact(case, x), TOLERANCE[case.device, case.dtype]
-    return {
-        contestant.name: compare(contestant.name, case, results(contestant, x), want, tolerance)
-        for contestant in contestants
-        if contestant.comparable
-    }
+    errors, failed = {}, {}
+    for contestant in contestants:
+        try:
+            got = results(contestant, x) if contestant.comparable else {}
+        except Exception as error:
+            if not contestant.peer:
+                raise
+            failed[contestant.name] = f"fails here: {type(error).__name__}: {error}".splitlines()[0]
+            continue
+        if got:
+            errors[contestant.name] = compare(contestant.name, case, got, want, tolerance)
+    return errors, failed

@@ -53,11 +53,7 @@ def gpus() -> list[str]:
 
 
 def name(device: str) -> str:
-    """What to call this machine in a file name.
-
-    >>> slug("AMD EPYC 9B14 96-Core Processor")
-    'amd-epyc-9b14-96-core-processor'
-    """
+    """What to call this machine in a file name."""
     if device == "cuda":
         import torch
 
@@ -66,6 +62,10 @@ def name(device: str) -> str:
 
 
 def slug(text: str) -> str:
+    """
+    >>> slug("NVIDIA H100 80GB HBM3")
+    'nvidia-h100-80gb-hbm3'
+    """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 

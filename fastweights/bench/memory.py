@@ -54,15 +54,17 @@ def run(
     advance: Advance = lambda what, steps: None,
 ) -> list[Result]:
     """Check every case, then time every case. `advance` hears of two steps per case."""
-    entered = [enter(case, methods, softmax) for case in cases]
-    results = []
-    for case, (contestants, left_out) in zip(cases, entered, strict=True):
+    results, entered = [], []
+    for case in cases:
         advance(f"checking {case}", 0)
-        errors = agree.check(case, contestants, case.tensors())
+        contestants, left_out = enter(case, methods, softmax)
+        errors, failed = agree.check(case, contestants, case.tensors())
+        contestants = [c for c in contestants if c.name not in failed]
         same = tuple(c.name for c in contestants if c.peer and c.comparable)
-        results.append(Result(case, auto(case), errors=errors, peers=same, left_out=left_out))
+        results.append(Result(case, auto(case), errors=errors, peers=same, left_out=left_out | failed))
+        entered.append(contestants)
         advance(f"checking {case}", 1)
-    for result, (contestants, _) in zip(results, entered, strict=True):
+    for result, contestants in zip(results, entered, strict=True):
         result.passes = time(result.case, contestants, repeats, advance)
     return results
 

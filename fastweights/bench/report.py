@@ -26,7 +26,10 @@ def progress(steps: float) -> Iterator[Callable[[str, float], None]]:
     It draws when told to, between samples, and never from a thread that would disturb them.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=steps)
         drawn = 0.0
 
@@ -42,9 +45,9 @@ def progress(steps: float) -> Iterator[Callable[[str, float], None]]:
 
 NOTES = """\
 x peer   how many times as fast as the fastest peer
-error    largest deviation of outputs, states and gradients from float64, over the largest number;
-         "other" is another function, timed for reference
-~        noisy: a quarter of the samples or more lie over 15% from the median"""
+error    largest deviation of outputs, states and gradients from float64,
+         over the largest number; "other": not the same function
+~        noisy: a quarter of the samples lie over 15% from the median"""
 
 
 def show(results: Sequence[Result], console: Console) -> None:
@@ -77,8 +80,9 @@ def _rows(table: Table, result: Result) -> None:
     for name in result.passes["forward"]:
         cells = []
         for which in PASSES:
-            ratio = result.speedup(name, which)
-            cells += [milliseconds(result.passes[which][name]), "" if ratio is None else f"{ratio:.2f}"]
+            timings, ratio = result.passes[which], result.speedup(name, which)
+            mark = "~" if any(timings[n].noisy for n in (name, *result.peers)) else ""
+            cells += [milliseconds(timings[name]), "" if ratio is None else f"{mark}{ratio:.2f}"]
         error = f"{max(result.errors[name].values()):.0e}" if name in result.errors else "other"
         chosen = name == result.auto
         table.add_row(place, f"{name} (auto)" if chosen else name, *cells, error, style="bold" if chosen else None)
@@ -93,20 +97,20 @@ def milliseconds(timing: Timing) -> str:
     ('12.3', '~0.123')
     """
     value = timing.median
-    noisy = timing.high > 1.15 * value or timing.low < 0.85 * value
-    return f"{'~' if noisy else ''}{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
+    return f"{'~' if timing.noisy else ''}{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
     """One table per rule and method."""
     for s in scalings:
-        title = f"{s.case.rule} rule, {s.method}, (1, T, 4, 64), {s.case.dtype} on {s.case.device}, forward+backward"
+        title = f"{s.case.rule} rule, {s.method}, {s.case.dtype} on {s.case.device}, (1, T, 4, 64) forward+backward"
         table = _table(title)
-        for heading in ("T", "ms", "x half of T", "ns per token", "extra KiB per token"):
+        for heading in ("T", "ms", "x half of T", "ns per token", "extra MiB", "KiB per token"):
             table.add_column(heading, justify="right")
         ratios = ["", *(f"{ratio:.2f}" for ratio in s.ratios())]
-        for T, timing, ratio, extra in zip(s.lengths, s.timings, ratios, s.bytes_per_token(), strict=True):
-            table.add_row(str(T), milliseconds(timing), ratio, f"{1e6 * timing.median / T:.0f}", f"{extra / 1024:.2f}")
+        for T, timing, ratio, extra in zip(s.lengths, s.timings, ratios, s.peak_bytes, strict=True):
+            pace, memory = f"{1e6 * timing.median / T:.0f}", (f"{extra / 2**20:.1f}", f"{extra / 2**10 / T:.2f}")
+            table.add_row(str(T), milliseconds(timing), ratio, pace, *memory)
         console.print(table)
 
 

@@ -16,6 +16,11 @@ class Timing(NamedTuple):
     high: float
     repeats: int
 
+    @property
+    def noisy(self) -> bool:
+        """Whether a quarter of the samples lie over 15% from the median, on either side."""
+        return self.high > 1.15 * self.median or self.low < 0.85 * self.median
+
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
         """

@@ -150,8 +150,7 @@ def _wide(x):
 class _Packing(NamedTuple):
     """Where the tokens of N packed sequences lie in M chunks, none of which spans two sequences."""
 
-    token: Array  # (M, C) the token in each place of each chunk
-    real: Array  # (M, C) False where that place is padding
+    token: Array  # (M, C) the token in each place of each chunk; T where that place is padding
     sequence: Array  # (M,) whose chunk it is
     first: Array  # (M,) whether it is that sequence's first
     place: Array  # (T,) where each token went among the M * C places
@@ -177,8 +176,7 @@ def _pack(offsets, T, C):
     t = jnp.arange(T, dtype=jnp.int32)
     n = owner(offsets, t)
     return _Packing(
-        token=jnp.clip(token, 0, T - 1),
-        real=token < stop[sequence][:, None],
+        token=jnp.where(token < stop[sequence][:, None], token, T),
         sequence=sequence,
         first=chunk == bounds[sequence],
         place=bounds[n] * C + t - start[n],
@@ -193,7 +191,7 @@ def _chunks(x, C, packing):
         x = jnp.pad(x, [(0, 0), (0, M * C - T)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(B, M, C, *x.shape[2:])
     else:
-        x = _keep(packing.real[None], x[:, packing.token])
+        x = x.at[:, packing.token].get(mode="fill", fill_value=0)
     return jnp.moveaxis(x, (1, 3), (0, 2))
 
 

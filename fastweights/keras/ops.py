@@ -80,6 +80,7 @@ def fast_weight(
     arrays = {name: None if x is None else ops.convert_to_tensor(x) for name, x in arrays.items()}
     core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
     T = arrays["q"].shape[1]
+    T = T if isinstance(T, int) else None  # unknown while a graph is built
     offsets = None if cu_seqlens is None else _values(arrays["cu_seqlens"])
     if offsets is not None and T is not None:
         core.check_offsets(offsets.tolist(), T)
@@ -87,7 +88,8 @@ def fast_weight(
         _check_values(arrays)
     if method == "auto":
         method = "recurrent" if T == 1 else "chunked"
-    C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, T or CHUNK_SIZE)
+    C = chunk_size or CHUNK_SIZE
+    C = 1 if method == "recurrent" else min(C, T or C)
     return _fast_weight(**arrays, delta=rule == "delta", before=read == "before", recurrent=method == "recurrent", C=C)
 
 
@@ -123,7 +125,7 @@ def _fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, mask, *, delta, be
         log_decay = ops.zeros((B, T, H), wide)
     if state is None:
         state = ops.zeros((B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1, H, K, V), wide)
-    if q.shape[1] == 0:
+    if isinstance(T, int) and T == 0:
         return v, state
     tokens = [ops.cast(x, wide) for x in (q, k, v, beta, log_decay)]
     if mask is not None:
@@ -161,8 +163,7 @@ def _wide(x):
 class _Packing(NamedTuple):
     """Where the tokens of N packed sequences lie in M chunks, none of which spans two sequences."""
 
-    token: Tensor  # (M, C) the token in each place of each chunk
-    real: Tensor  # (M, C) False where that place is padding
+    token: Tensor  # (M, C) the token in each place of each chunk; T where that place is padding
     sequence: Tensor  # (M,) whose chunk it is
     first: Tensor  # (M,) whether it is that sequence's first
     last: Tensor  # (N,) each sequence's last chunk
@@ -193,8 +194,7 @@ def _pack(offsets, T, C):
     t = ops.arange(T, dtype="int32")
     n = owner(offsets, t)
     return _Packing(
-        token=ops.clip(token, 0, T - 1),
-        real=token < at(stop, sequence)[:, None],
+        token=ops.where(token < at(stop, sequence)[:, None], token, T),
         sequence=sequence,
         first=chunk == at(bounds, sequence),
         last=ops.maximum(bounds[1:] - 1, 0),
@@ -211,13 +211,14 @@ def _chunks(x, C, packing):
         x = ops.pad(x, [(0, 0), (0, M * C - T)] + [(0, 0) for _ in rest])
         x = ops.reshape(x, (B, M, C, *rest))
     else:
-        x = _keep(packing.real, ops.take(x[0], packing.token, axis=0))[None]
+        x = ops.pad(x[0], [(0, 1)] + [(0, 0) for _ in rest])
+        x = ops.take(x, packing.token, axis=0)[None]
     return ops.moveaxis(x, (1, 3), (0, 2))
 
 
 def _at_least_one(M):
     """M chunks, or one where an unknown T turns out to be 0: TensorFlow cannot stack the outputs of none."""
-    return M if isinstance(M, int) else ops.maximum(M, 1)
+    return ops.maximum(M, 1) if ops.is_tensor(M) else M
 
 
 def _keep(mask, x):

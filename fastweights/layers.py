@@ -1,0 +1,195 @@
+"""What a `FastWeightAttention` layer is, for every framework: its arguments, presets and parameters."""
+
+import math
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastweights import features
+from fastweights.core import RULES, FastWeightError
+
+# name -> (normalisation of the features, attention norm)
+NORMS = {
+    "none": ("none", False),
+    "sum": ("sum", False),
+    "l2": ("l2", False),
+    "attention": ("none", True),
+    "sum+attention": ("sum", True),
+    "hellinger": ("hellinger", False),
+    "nlms": ("none", False),
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "linear-transformer": dict(rule="sum", features="elu+1", norm="attention", out_norm=False),
+    "performer": dict(rule="sum", features="favor-64", norm="attention", out_norm=False),
+    "delta-network": dict(rule="delta", features="dpfp-3", norm="sum", out_norm=False),
+    "delta-attention-norm": dict(rule="delta", features="dpfp-3", norm="sum+attention", out_norm=False),
+    "deltanet": dict(rule="delta", features="silu", norm="l2", conv=4),
+    "gated-deltanet": dict(rule="delta", features="silu", norm="l2", conv=4, decay="learned", gate=True),
+    "retnet": dict(rule="sum", features="identity", norm="none", decay="retnet", gate=True),
+}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Everything a FastWeightAttention layer is, but its weights."""
+
+    dim: int
+    heads: int
+    features: str = "silu"
+    rule: str = "delta"
+    norm: str = "l2"
+    key_dim: int | None = None
+    value_dim: int | None = None
+    key_heads: int | None = None
+    beta: bool | None = None
+    beta_max: float = 1.0
+    decay: str | float | tuple[float, ...] | None = None
+    conv: int = 0
+    gate: bool = False
+    out_norm: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.dim % self.heads and None in (self.key_dim, self.value_dim):
+            raise FastWeightError(
+                f"dim is {self.dim} with heads={self.heads}; expected a multiple of heads, or key_dim and value_dim "
+                "given: a head is dim / heads wide"
+            )
+        if self.key_heads and self.heads % self.key_heads:
+            raise FastWeightError(f"key_heads is {self.key_heads}; expected a divisor of heads={self.heads}: "
+                                  "each key head serves as many memories as the others")  # fmt: skip
+        if self.rule not in RULES:
+            raise FastWeightError(f"rule is {self.rule!r}; expected one of {', '.join(map(repr, RULES))}")
+        if self.norm not in NORMS:
+            raise FastWeightError(f"norm is {self.norm!r}; expected one of {', '.join(map(repr, NORMS))}")
+        if not 0 < self.beta_max <= 2:
+            raise FastWeightError(f"beta_max is {self.beta_max}; expected above 0 and at most 2: past it the delta "
+                                  "rule's memory grows")  # fmt: skip
+        if self.conv < 0 or self.conv == 1:
+            raise FastWeightError(f"conv is {self.conv}; expected 0 for none, or a width of at least 2 tokens")
+        features.parse(self.features).width(self.key_width)
+        self.fixed_decay  # noqa: B018 - its checks
+        self._warn()
+
+    def _warn(self):
+        phi = features.parse(self.features).kind
+        if self.rule == "delta" and self.norm == "none":
+            warn_once(
+                'rule="delta" with norm="none": a write multiplies the memory by I - beta k k^T, which grows it '
+                'whenever beta |k|^2 > 2; expect the memory to diverge. norm="l2" or "sum" bounds it.'
+            )
+        if NORMS[self.norm][1] and phi in ("identity", "silu"):
+            warn_once(
+                f'norm={self.norm!r} with features={self.features!r}: features of both signs let the normaliser z . q '
+                'pass through zero, where the output is unbounded; use "relu", "elu+1", "dpfp-NU" or "favor-M".'
+            )  # fmt: skip
+
+    @property
+    def key_width(self):
+        return self.key_dim or self.dim // self.heads
+
+    @property
+    def value_width(self):
+        return self.value_dim or self.dim // self.heads
+
+    @property
+    def feature_width(self):
+        return features.parse(self.features).width(self.key_width)
+
+    @property
+    def groups(self):
+        return self.key_heads or self.heads
+
+    @property
+    def has_beta(self):
+        return self.rule == "delta" if self.beta is None else self.beta
+
+    @property
+    def fixed_decay(self):
+        """log a per head, when it is not learned."""
+        if self.decay in (None, "learned"):
+            return None
+        if self.decay == "retnet":
+            return tuple(math.log(1 - 2.0 ** (-5 - h)) for h in range(self.heads))
+        try:
+            rates = [float(a) for a in ([self.decay] * self.heads if isinstance(self.decay, float) else self.decay)]
+        except (TypeError, ValueError):
+            rates = []
+        if len(rates) != self.heads or not all(0 < a <= 1 for a in rates):
+            raise FastWeightError(f"decay is {self.decay!r}; expected None, 'learned', 'retnet', a number in (0, 1] "
+                                  f"or one for each of {self.heads} heads: the share kept per token")  # fmt: skip
+        return tuple(math.log(a) for a in rates)
+
+    @property
+    def channels(self):
+        """Width of q, k and v together, which the convolution sees."""
+        return 2 * self.groups * self.key_width + self.heads * self.value_width
+
+    @property
+    def sections(self):
+        """Parts of the input projection, in order, with their widths; q, k, v first."""
+        keys, values = self.groups * self.key_width, self.heads * self.value_width
+        return dict(
+            q=keys,
+            k=keys,
+            v=values,
+            gate=values * self.gate,
+            beta=self.heads * self.has_beta,
+            decay=self.heads * (self.decay == "learned"),
+        )
+
+    @property
+    def shapes(self):
+        """Shapes of all parameters, by the name they have in every framework; matrices are (in, out)."""
+        shapes = dict(in_proj=(self.dim, sum(self.sections.values())))
+        if self.conv:
+            shapes["conv"] = (self.conv, self.channels)
+        if self.decay == "learned":
+            shapes |= dict(decay_log=(self.heads,), decay_bias=(self.heads,))
+        if self.out_norm:
+            shapes["out_norm"] = (self.value_width,)
+        return shapes | dict(out_proj=(self.heads * self.value_width, self.dim))
+
+    def initial(self, rng):
+        """Initial parameters as NumPy float64, from a NumPy generator: the same in every framework."""
+        import numpy as np
+
+        def fill(name, shape):
+            if name == "out_norm":
+                return np.ones(shape)
+            if name == "decay_log":
+                return np.log(rng.uniform(1, 16, shape))
+            if name == "decay_bias":  # softplus of it is log-uniform in [0.001, 0.1]
+                return np.log(np.expm1(np.exp(rng.uniform(math.log(1e-3), math.log(0.1), shape))))
+            return rng.uniform(-1, 1, shape) / math.sqrt(shape[0])
+
+        return {name: fill(name, shape) for name, shape in self.shapes.items()}
+
+    def projection(self, draw=0):
+        """FAVOR+'s directions (M, K) as NumPy, the same for the same seed and draw; None for other features."""
+        phi = features.parse(self.features)
+        return features.favor_projection(phi.size, self.key_width, [self.seed, draw]) if phi.random else None
+
+    def describe(self):
+        """The arguments that differ from the defaults, as they would be typed."""
+        default = AttentionConfig.__dataclass_fields__
+        return ", ".join(f"{n}={v!r}" for n, v in asdict(self).items()
+                         if n in ("features", "rule", "norm") or (n not in ("dim", "heads") and v != default[n].default))  # fmt: skip
+
+
+def preset_arguments(name, changes):
+    """The arguments of a published model's layer, some of them changed."""
+    if name not in PRESETS:
+        raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
+    return PRESETS[name] | changes
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message):
+    """Warn with this message the first time in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, UserWarning, stacklevel=6)

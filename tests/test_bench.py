@@ -1,0 +1,229 @@
+"""The benchmark: turns are fair, wrong contestants are refused, results are kept whole."""
+
+import doctest
+import io
+import json
+import subprocess
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+from rich.console import Console
+
+from fastweights.bench import agree, lengths, machine, memory, peers, report
+from fastweights.bench.case import Case, Contestant, our_method, parse_shape
+from fastweights.bench.timing import Timing, interleave
+
+TINY = Case("delta", (1, 20, 2, 4, 3))
+
+
+@pytest.mark.parametrize("name", ["timing", "case", "machine", "report"])
+def test_examples_in_docstrings(name):
+    tried = doctest.testmod(import_module(f"fastweights.bench.{name}"))
+    assert tried.attempted
+    assert not tried.failed
+
+
+def test_contestants_take_turns_and_each_leads_a_round():
+    calls = []
+    names = ["a", "b", "c"]
+    timings = interleave({name: lambda name=name: calls.append(name) for name in names}, repeats=3)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"  # one call each to warm up, then the rounds
+    assert list(timings) == names
+    assert all(timing.repeats == 3 for timing in timings.values())
+
+
+def test_the_timer_needs_a_sample():
+    with pytest.raises(ValueError, match="repeats is 0; expected at least 1"):
+        interleave({"a": int}, repeats=0)
+
+
+def test_noise_is_marked():
+    assert not Timing.of([1.0, 1.01, 1.02]).noisy
+    assert Timing.of([1.0, 1.01, 2.0, 2.0]).noisy
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "1,2,3,x", "1,2,3,0", "1,2,3,4,5,6"])
+def test_a_shape_that_is_none_is_explained(text):
+    with pytest.raises(ValueError, match="expected B,T,H,K or B,T,H,K,V"):
+        parse_shape(text)
+
+
+def test_a_case_is_always_the_same_numbers():
+    first, again = TINY.tensors(), TINY.tensors()
+    assert all(torch.equal(first[name], again[name]) for name in ("q", "k", "v", "beta", "do"))
+    torch.testing.assert_close(first["k"].norm(dim=-1), torch.ones(1, 20, 2))
+    assert "beta" not in replace(TINY, rule="sum").tensors()
+
+
+def distort(part):
+    """Our own method, wrong in one place."""
+    right = our_method("chunked", TINY)
+
+    def call(q, k, v, beta):
+        if part == "dk":
+            k = k + 0.01 * (k - k.detach())  # the same output, another gradient
+        o, state = right.call(q, k, v, beta)
+        if part == "o":
+            o = 1.001 * o
+        if part == "state":
+            state = 1.001 * state
+        if part == "nan":
+            o = torch.where(torch.arange(o.shape[1])[:, None, None] == 7, float("nan"), o)
+        return o, state
+
+    return replace(right, name="impostor", call=call, peer=True)
+
+
+@pytest.mark.parametrize("part", ["o", "state", "dk", "nan"])
+def test_a_wrong_contestant_is_refused(part):
+    found = part if part != "nan" else "o"
+    with pytest.raises(agree.Disagreement, match=f"impostor deviates .*{found} by"):
+        agree.check(TINY, [our_method("chunked", TINY), distort(part)], TINY.tensors())
+
+
+def test_the_check_passes_what_is_right():
+    errors, failed = agree.check(TINY, [distort("nothing")], TINY.tensors())
+    assert not failed
+    assert sorted(errors["impostor"]) == ["dbeta", "dk", "dq", "dv", "o", "state"]
+    assert all(error < 1e-5 for error in errors["impostor"].values())
+
+
+@pytest.mark.parametrize("T", [agree.LOOP_TOKENS, agree.LOOP_TOKENS + 70])
+def test_long_sequences_are_checked_to_the_end(T):
+    """A fault in the very last token is found, on either side of the length that the loop covers."""
+    case = replace(TINY, shape=(2, T, 1, 4, 3))
+    right = our_method("chunked", case)
+
+    def call(q, k, v, beta):
+        o, state = right.call(q, k, v, beta)
+        return torch.cat([o[:, :-1], o[:, -1:] + 0.1], 1), state
+
+    with pytest.raises(agree.Disagreement, match="late deviates"):
+        agree.check(case, [replace(right, name="late", call=call)], case.tensors())
+
+
+def test_a_peer_that_crashes_is_left_out_but_our_crash_is_raised():
+    def call(*inputs):
+        raise RuntimeError("no kernel")
+
+    peer = Contestant("peer", call)
+    assert agree.check(TINY, [peer], TINY.tensors()) == ({}, {"peer": "fails here: RuntimeError: no kernel"})
+    with pytest.raises(RuntimeError, match="no kernel"):
+        agree.check(TINY, [replace(peer, peer=False)], TINY.tensors())
+
+
+def test_peers_say_why_they_do_not_take_part(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    for peer in peers.PEERS:
+        assert peer.contestant(TINY) == f"not installed (pip install {peer.package})"
+    monkeypatch.setattr(peers, "find_spec", lambda name: True)
+    hugging_face, fla, fast_transformers = peers.PEERS
+    assert hugging_face.contestant(replace(TINY, rule="sum")) == "delta rule only"
+    assert fla.contestant(TINY) == "CUDA only"
+    assert fla.contestant(replace(TINY, device="cuda")) == "its delta rule refuses float32"
+    assert fast_transformers.contestant(TINY) == "sum rule only"
+
+
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+def test_hugging_face_computes_the_delta_rule():
+    contestant = peers.PEERS[0].contestant(TINY)
+    assert isinstance(contestant, Contestant), contestant
+    errors, failed = agree.check(TINY, [contestant], TINY.tensors())
+    assert not failed
+    assert len(errors["Hugging Face"]) == 6
+
+
+def test_softmax_is_timed_but_not_compared(monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", ())
+    (result,) = memory.run([replace(TINY, rule="sum")], repeats=1, softmax=True)
+    assert list(result.passes["forward"]) == ["chunked", "softmax"]
+    assert "softmax" not in result.errors
+    assert result.speedup("chunked", "forward") is None  # there is no peer to compare with
+
+
+def test_peers_get_their_own_layout_outside_the_clock():
+    """A heads-first contestant is timed on contiguous inputs and a contiguous gradient."""
+    seen = []
+
+    def call(q, k, v, beta):
+        seen.extend([q, k, v])
+        return q.sum() * v + k.sum(), None
+
+    contestant = peers.SOFTMAX.contestant(TINY)
+    assert isinstance(contestant, Contestant)
+    memory.forward_backward(replace(contestant, call=call), replace(TINY, rule="sum").tensors())()
+    assert [tuple(x.shape) for x in seen] == [(1, 2, 20, 4), (1, 2, 20, 4), (1, 2, 20, 3)]
+    assert all(x.is_contiguous() and x.is_leaf and x.requires_grad for x in seen)
+
+
+def test_progress_ends_at_the_announced_number_of_steps(monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", ())
+    steps = []
+    memory.run([TINY, replace(TINY, rule="sum")], repeats=2, advance=lambda what, n: steps.append(n))
+    assert sum(steps) == pytest.approx(2 * memory.STEPS)
+
+
+def test_length_scaling_reports_doublings(monkeypatch):
+    monkeypatch.setattr(lengths, "peak_bytes", lambda case, method: 1024 * case.shape[1])
+    (asked,) = lengths.cases(lengths.SMOKE, ["sum"], ["auto"], "cpu", "float32")
+    steps = []
+    scaling = lengths.run(*asked, repeats=1, advance=lambda what, n: steps.append(n))
+    assert sum(steps) == pytest.approx(lengths.STEPS)
+    assert scaling.lengths == lengths.SMOKE
+    assert len(scaling.ratios()) == len(lengths.SMOKE) - 1
+    assert scaling.bytes_per_token() == [1024, 1024]
+    console = Console(width=100, file=io.StringIO())
+    report.show_lengths([scaling], console)
+    assert "KiB per token" in console.file.getvalue()
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    """Output and gradients alone are 4 (T, H, D) tensors; a hundred of them would be a leak."""
+    case = Case("sum", (1, 4096, 4, 64, 64))
+    tensor = 4096 * 4 * 64 * 4
+    assert 3 * tensor < lengths.peak_bytes(case, "chunked") < 100 * tensor
+
+
+def test_results_are_written_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", ())
+    results = memory.run([TINY], repeats=3)
+    path = tmp_path / "deep" / "result.json"
+    report.write(path, report.payload("cpu", results))
+    assert [found.name for found in path.parent.iterdir()] == ["result.json"]
+    content = json.loads(path.read_text())
+    assert content["machine"]["threads"] == torch.get_num_threads()
+    assert content["versions"]["torch"]
+    (entry,) = content["results"]
+    assert entry["shape"] == [1, 20, 2, 4, 3]
+    for which in memory.PASSES:
+        timing = entry[which]["chunked"]
+        assert timing["repeats"] == 3
+        assert 0 < timing["low"] <= timing["median"] <= timing["high"]
+
+
+def test_the_commit_is_that_of_our_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.fastweights, "__file__", str(tmp_path / "__init__.py"))
+    source = tmp_path / "__init__.py"
+    source.write_text("")
+
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
+
+    assert machine.commit() == "nogit"
+    git("init")
+    assert machine.commit() == "nogit"  # somebody's repository, but our file is not theirs
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    assert len(machine.commit()) == 7
+    source.write_text("changed = True")
+    assert machine.commit().endswith("-dirty")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpu_clock_measures_the_gpu():
+    x = torch.randn(4096, 4096, device="cuda")
+    timings = interleave({"one": lambda: x @ x, "four": lambda: x @ x @ x @ x @ x}, repeats=5, device="cuda")
+    assert 2 < timings["four"].median / timings["one"].median < 6
