@@ -140,4 +140,4 @@ def favor_projection(M, d, seed):
     rng = np.random.default_rng(seed)
     blocks = [np.linalg.qr(rng.standard_normal((d, d)))[0].T for _ in range(-(-M // d))]
     lengths = np.linalg.norm(rng.standard_normal((M, d)), axis=1)
-    return np.concatenate(blocks)[:M] * lengths[:, None]
+    return np.ascontiguousarray(np.concatenate(blocks)[:M] * lengths[:, None])

@@ -173,9 +173,9 @@ class AttentionConfig:
 
     def describe(self):
         """The arguments that differ from the defaults, as they would be typed."""
-        default = AttentionConfig.__dataclass_fields__
-        return ", ".join(f"{n}={v!r}" for n, v in asdict(self).items()
-                         if n in ("features", "rule", "norm") or (n not in ("dim", "heads") and v != default[n].default))  # fmt: skip
+        shown = ("features", "rule", "norm")
+        changed = {n for n, f in self.__dataclass_fields__.items() if getattr(self, n) != f.default} - {"dim", "heads"}
+        return ", ".join(f"{n}={v!r}" for n, v in asdict(self).items() if n in shown or n in changed)
 
 
 def preset_arguments(name, changes):

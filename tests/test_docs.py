@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
-    {"__init__"}, {"core"}, {"features"}, {"torch", "jax", "keras"}, {"hf", "lm"}, {"lab", "inspect", "bench"},
+    {"__init__"}, {"core"}, {"features", "recurrent"}, {"layers"}, {"attention"}, {"torch", "jax", "keras"}, {"hf", "lm"}, {"lab", "inspect", "bench"},
     {"cli"}, {"__main__"},
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 Run one of them here and now: `KERAS_BACKEND=jax pytest --frameworks keras tests/test_keras.py tests/test_memory.py`.
 """
 
+import doctest
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ import fastweights
 
 ROOT = Path(__file__).parent.parent
 JAX = (  # Keras on JAX compiles operation by operation, for every new shape: each feature once
-    "chunked and (padding or packed or packing or dictionary) "
-    "or recurrent and (packing or one_head) or dtype or bfloat16 or errors or debug or trains or (features and sum)"
+    "chunked and (padding or packed or packing) "
+    "or recurrent and (packing or one_head) or dtype or bfloat16 or errors or debug or trains or docstrings or (features and sum)"
 )
 OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 
@@ -28,7 +29,7 @@ OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 def test_backend(pytestconfig, name, chosen):
     if "keras" in pytestconfig.getoption("--frameworks").split(","):
         pytest.skip("this process is on a backend already")
-    files = ["tests/test_keras.py", "tests/test_memory.py", "tests/test_features.py", "fastweights/keras/ops.py"]
+    files = ["tests/test_keras.py", "tests/test_memory.py", "tests/test_features.py"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "--frameworks", "keras", "-k", chosen],
         env=os.environ | {"KERAS_BACKEND": name, "OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
@@ -45,6 +46,14 @@ def on(pytestconfig):
     if "keras" not in pytestconfig.getoption("--frameworks").split(","):
         pytest.skip("test_backend runs it in another process")
     return FRAMEWORKS["keras"]()
+
+
+def test_the_examples_in_the_docstrings(on):
+    import fastweights.keras.ops as module
+
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
 
 
 def small(rng, **shape):

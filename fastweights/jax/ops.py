@@ -75,7 +75,7 @@ def fast_weight(
     arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
     arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
     core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
-    T = arrays["q"].shape[1]
+    T = jnp.shape(q)[1]
     if cu_seqlens is not None and (offsets := _values(arrays["cu_seqlens"])) is not None:
         core.check_offsets(offsets.tolist(), T)
     if core.debugging():

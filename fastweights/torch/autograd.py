@@ -47,7 +47,8 @@ def backward_op(
         if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
             X, u, S = chunked.forward(q, k, v, beta, log_decay, state, cu_seqlens, save=True, **how)[2:]
         grads = chunked.backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, **how)
-    return tuple(q.new_empty(0) if x is None else x for x in grads)  # an operator cannot return None
+    dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
+    return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
 
 @backward_op.register_fake
@@ -90,9 +91,7 @@ class ChunkedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, chunk_size):
-        return backward_op(
-            do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, chunk_size
-        )
+        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, chunk_size)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -132,7 +131,9 @@ def _fold(op, packed_at, n, in_dims, args):
     dropped (its rows mix batch and steps), and the backward computes it again.
     """
     if in_dims[packed_at] is not None:
-        raise core.FastWeightError("cu_seqlens is mapped by vmap; expected one packing for all: its values decide shapes")
+        raise core.FastWeightError(
+            "cu_seqlens is mapped by vmap; expected one packing for all: its values decide shapes"
+        )
     arrays, packed, rest = list(args[:packed_at]), args[packed_at], list(args[packed_at + 1 :])
     rest = [x.new_empty(0) if isinstance(x, Tensor) else x for x in rest]
     if op == Chunked.apply:

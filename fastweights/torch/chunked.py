@@ -65,7 +65,7 @@ def saved_shapes(q, v, cu_seqlens, chunk_size, delta):
 
 def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, save):
     """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each chunk, if saved."""
-    H, K, V = *q.shape[2:], v.shape[-1]
+    H, K, V = q.shape[2], q.shape[3], v.shape[3]
     layout = Layout(*q.shape[:3], chunk_size, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     memory = layout.sort(state).flatten(0, 1)
@@ -95,7 +95,7 @@ def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk
 
 def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta, before, chunk_size):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state, from what `forward` saved."""
-    H, K, V = *q.shape[2:], v.shape[-1]
+    H, K, V = q.shape[2], q.shape[3], v.shape[3]
     layout = Layout(*q.shape[:3], chunk_size, cu_seqlens)
     dq, dk, dv, dbeta, dlog_decay = (
         None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)

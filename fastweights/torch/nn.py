@@ -56,6 +56,7 @@ class FastWeightAttention(nn.Module):
         method, chunk_size: as for `fast_weight`.
     """
 
+    in_proj: nn.Parameter
     projection: Tensor | None
     draws: Tensor
 

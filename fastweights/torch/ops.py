@@ -66,7 +66,9 @@ def fast_weight(
     core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
     _check_devices(arrays)
     if not torch.compiler.is_compiling() and core.debugging():
-        core.check_values({n: x.detach().double().cpu().numpy() for n, x in arrays.items() if x is not None and n != "mask"})
+        core.check_values(
+            {n: x.detach().double().cpu().numpy() for n, x in arrays.items() if x is not None and n != "mask"}
+        )
     if mask is not None:
         q, k, v, beta, log_decay = _masked(mask, q, k, v, beta, log_decay)
     if state is None:
@@ -115,6 +117,8 @@ def _each(run, offsets, q, k, v, beta, log_decay, state, **how):
 def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
     from fastweights.torch.autograd import Chunked  # registering the operators costs time at import
 
+    if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
+        k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, state, *_ = Chunked.apply(*inputs, cu_seqlens, delta, before, chunk_size, save)

@@ -1,0 +1,49 @@
+"""Sequential fast-weight networks, one token at a time, for every framework.
+
+FastWeightRNN (Ba et al. 2016), memory A decaying by `decay` and learning at `rate`, S inner reads:
+
+    b_t = W h_{t-1} + C x_t + bias;    g = f(b_t);    S times  g = f(LN(b_t + A_{t-1} g));    h_t = g
+    A_t = decay A_{t-1} + rate h_t h_t^T
+
+FastWeightProgrammer (Schmidhuber 1992), a slow network that writes the weights of a fast one:
+
+    W_t = sigma(W_{t-1} + a_t (x) b_t),    y_t = W_t x'_t,    with a_t, b_t, x'_t linear in x_t
+"""
+
+from typing import Any, NamedTuple
+
+from fastweights.core import FastWeightError
+
+LAYER_NORM_EPS = 1e-5
+
+ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid")
+
+
+class RNNState(NamedTuple):
+    """h (B, H), the hidden vector;  A (B, H, H), the fast weights."""
+
+    h: Any
+    A: Any
+
+
+def settle(b, recall, activation, inner_steps, norm):
+    """The inner loop: h from the boundary b (B, H).  recall(g) is A g;  norm is LN, or None."""
+    g = activation(b)
+    for _ in range(inner_steps):
+        drive = b + recall(g)
+        g = activation(drive if norm is None else norm(drive))
+    return g
+
+
+def check_activation(name, extra=()):
+    if not callable(name) and name not in (*ACTIVATIONS, *extra):
+        raise FastWeightError(f"activation is {name!r}; expected {', '.join(map(repr, ACTIVATIONS))} or a function")
+
+
+def check_rates(decay, rate, inner_steps):
+    if not 0 <= decay <= 1:
+        raise FastWeightError(f"decay is {decay}; expected a number in [0, 1]: the share of A kept per token")
+    if inner_steps < 0:
+        raise FastWeightError(f"inner_steps is {inner_steps}; expected 0 or more reads of A per token")
+    if not rate >= 0:
+        raise FastWeightError(f"rate is {rate}; expected 0 or more: the step with which A learns")
