@@ -8,7 +8,7 @@ width, N packed sequences.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fastweights.core import FastWeightError
+from fastweights.core import FastWeightError, dtype_name
 from fastweights.features import EPS
 from fastweights.layers import NORMS
 
@@ -49,13 +49,11 @@ class Ops(NamedTuple):
 def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):
     """(y, state) for x (B, T, D).  p: the parameters named in `config.shapes`, and `projection` for FAVOR+."""
     xp, nn = ops.xp, ops.nn
-    if len(x.shape) != 3 or x.shape[-1] != config.dim:
-        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {config.dim}): dim is {config.dim}")
-    if state is not None and len(state) != 3:
-        raise FastWeightError(f"state is a {type(state).__name__} of {len(state)}; expected the AttentionState that "
-                              "an earlier call returned")  # fmt: skip
+    check_input(config, x, state, mask)
     memory, z, conv = (None, None, None) if state is None else state
-    projected = x @ p["in_proj"]
+    if mask is not None:  # what padding holds must not reach the gradients of the projections either
+        x = xp.where(mask[..., None], x, xp.zeros_like(x))
+    projected = xp.matmul(x, p["in_proj"])
     qkv, rest, at = projected[..., : config.channels], {}, config.channels
     for name in ("gate", "beta", "decay"):
         rest[name] = projected[..., at : at + config.sections[name]]
@@ -75,10 +73,23 @@ def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="aut
     if config.gate:
         o = o * nn.silu(_heads(ops, rest["gate"], config.heads))
     B, T = ops.shape(o)[:2]
-    y = xp.reshape(o, (B, T, config.heads * config.value_width)) @ p["out_proj"]
-    if mask is not None:
-        y = xp.where(mask[..., None], y, xp.zeros_like(y))
+    y = xp.matmul(xp.reshape(o, (B, T, config.heads * config.value_width)), p["out_proj"])
     return y, AttentionState(memory, z, conv)
+
+
+def check_input(config, x, state, mask):
+    """Raise FastWeightError unless these are what a layer of this config takes."""
+    if len(x.shape) != 3 or x.shape[-1] != config.dim:
+        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {config.dim}): dim is {config.dim}")
+    if state is not None and len(state) != 3:
+        raise FastWeightError(f"state is a {type(state).__name__} of {len(state)}; expected the AttentionState that "
+                              "an earlier call returned")  # fmt: skip
+    if mask is None:
+        return
+    fits = len(mask.shape) == 2 and all(n == m or None in (n, m) for n, m in zip(mask.shape, x.shape, strict=False))
+    if not fits or dtype_name(mask) != "bool":
+        raise FastWeightError(f"mask is {dtype_name(mask)} {tuple(mask.shape)}; expected bool {tuple(x.shape[:2])}: "
+                              "True for a real token, False for padding")  # fmt: skip
 
 
 def mix(config, ops, q, k, v, beta, log_decay, memory, z, projection, how):
@@ -121,7 +132,7 @@ def convolve(ops, weight, x, state, cu_seqlens, mask):
     xp = ops.xp
     W, channels = weight.shape
     B, T = ops.shape(x)[:2]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1
     if state is None:
         state = ops.zeros((N, W - 1, channels), x)
     if cu_seqlens is None and mask is None:
@@ -139,7 +150,7 @@ def convolve(ops, weight, x, state, cu_seqlens, mask):
 def _packed_index(ops, cu_seqlens, T, W):
     """Where, in [the N states of W - 1 inputs, the T tokens], to find the token `back` before each, and the last."""
     xp = ops.xp
-    N, t = cu_seqlens.shape[0] - 1, ops.arange(T, cu_seqlens)
+    N, t = ops.shape(cu_seqlens)[0] - 1, ops.arange(T, cu_seqlens)
     cu = ops.cast(cu_seqlens, t)
     n = ops.cast(ops.searchsorted(cu[1:], t), t)
     position = t - ops.take(cu, n, 0)

@@ -155,16 +155,18 @@ class AttentionConfig:
         """Initial parameters as NumPy float64, from a NumPy generator: the same in every framework."""
         import numpy as np
 
-        def fill(name, shape):
-            if name == "out_norm":
-                return np.ones(shape)
-            if name == "decay_log":
-                return np.log(rng.uniform(1, 16, shape))
-            if name == "decay_bias":  # softplus of it is log-uniform in [0.001, 0.1]
-                return np.log(np.expm1(np.exp(rng.uniform(math.log(1e-3), math.log(0.1), shape))))
-            return rng.uniform(-1, 1, shape) / math.sqrt(shape[0])
+        return {name: self.initial_value(name, rng.uniform, np) for name in self.shapes}
 
-        return {name: fill(name, shape) for name, shape in self.shapes.items()}
+    def initial_value(self, name, uniform, xp):
+        """The initial value of one parameter.  uniform(low, high, shape) draws it;  xp: the namespace of its arrays."""
+        shape = self.shapes[name]
+        if name == "out_norm":
+            return xp.ones(shape)
+        if name == "decay_log":
+            return xp.log(uniform(1.0, 16.0, shape))
+        if name == "decay_bias":  # softplus of it is log-uniform in [0.001, 0.1]
+            return xp.log(xp.expm1(xp.exp(uniform(math.log(1e-3), math.log(0.1), shape))))
+        return uniform(-1.0, 1.0, shape) / math.sqrt(shape[0])
 
     def projection(self, draw=0):
         """FAVOR+'s directions (M, K) as NumPy, the same for the same seed and draw; None for other features."""
@@ -183,6 +185,20 @@ def preset_arguments(name, changes):
     if name not in PRESETS:
         raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
     return PRESETS[name] | changes
+
+
+def check_parameters(arrays, shapes):
+    """Raise FastWeightError unless `arrays` are the parameters of a layer, by name, in these shapes."""
+    if set(arrays) != set(shapes):
+        missing, extra = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
+        raise FastWeightError(
+            f"parameters: {', '.join(missing) or 'none'} missing, {', '.join(extra) or 'none'} unknown; expected "
+            f"{', '.join(shapes)}: the names that export_parameters of the same layer gives in every framework"
+        )
+    for name, shape in shapes.items():
+        if tuple(arrays[name].shape) != tuple(shape):
+            raise FastWeightError(f"parameter {name} has shape {tuple(arrays[name].shape)}; expected {tuple(shape)}: "
+                                  "the layer that it came from has other arguments than this one")  # fmt: skip
 
 
 _warned: set[str] = set()

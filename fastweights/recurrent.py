@@ -35,6 +35,12 @@ def settle(b, recall, activation, inner_steps, norm):
     return g
 
 
+def layer_norm(x, weight, bias, xp):
+    """Over the last axis, as torch.nn.LayerNorm: the variance divides by n."""
+    x = x - xp.mean(x, -1)[..., None]
+    return x / xp.sqrt(xp.mean(x * x, -1) + LAYER_NORM_EPS)[..., None] * weight + bias
+
+
 def check_activation(name, extra=()):
     if not callable(name) and name not in (*ACTIVATIONS, *extra):
         raise FastWeightError(f"activation is {name!r}; expected {', '.join(map(repr, ACTIVATIONS))} or a function")

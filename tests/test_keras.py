@@ -19,8 +19,8 @@ import fastweights
 
 ROOT = Path(__file__).parent.parent
 JAX = (  # Keras on JAX compiles operation by operation, for every new shape: each feature once
-    "chunked and (padding or packed or packing) "
-    "or recurrent and (packing or one_head) or dtype or bfloat16 or errors or debug or trains or docstrings or (features and sum)"
+    "chunked and (padding or packed or packing) or recurrent and (packing or one_head) "
+    "or dtype or bfloat16 or errors or debug or trains or docstrings or (features and sum)"
 )
 OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 

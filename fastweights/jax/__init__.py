@@ -1,6 +1,50 @@
-"""Fast-weight memories in JAX: pure functions that run under jit, grad and vmap."""
+"""Fast-weight memories in JAX: pure functions that run under jit, grad and vmap; layers for Flax.
 
+The functions need JAX alone; a layer imports Flax when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
 from fastweights.jax.ops import fast_weight, feature_map
+from fastweights.recurrent import RNNState
 
-__all__ = ["FastWeightError", "fast_weight", "feature_map"]
+if TYPE_CHECKING:
+    from fastweights.jax.nn import FastWeightAttention, export_parameters, import_parameters, redraw
+    from fastweights.jax.recurrent import FastWeightProgrammer, FastWeightRNN
+
+__all__ = [
+    "AttentionState",
+    "FastWeightAttention",
+    "FastWeightError",
+    "FastWeightProgrammer",
+    "FastWeightRNN",
+    "RNNState",
+    "export_parameters",
+    "fast_weight",
+    "feature_map",
+    "import_parameters",
+    "redraw",
+]
+
+_FLAX = {
+    "FastWeightAttention": "nn",
+    "FastWeightProgrammer": "recurrent",
+    "FastWeightRNN": "recurrent",
+    "export_parameters": "nn",
+    "import_parameters": "nn",
+    "redraw": "nn",
+}
+
+
+def __getattr__(name):
+    if name not in _FLAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_FLAX[name]}"), name)
+    except ModuleNotFoundError as e:
+        if e.name != "flax":
+            raise
+        raise ImportError(f'{name} needs Flax, which is not installed; pip install "fastweights[jax]"') from e

@@ -68,7 +68,7 @@ def fast_weight(
         >>> from keras import ops
         >>> from fastweights.keras import fast_weight
         >>> q = k = ops.reshape(ops.eye(3), (1, 3, 1, 3))
-        >>> v = ops.reshape(ops.array([1.0, 2.0, 3.0]), (1, 3, 1, 1))
+        >>> v = ops.reshape(ops.array([1.0, 2.0, 3.0], "float32"), (1, 3, 1, 1))
         >>> o, state = fast_weight(q, k, v)
         >>> ops.convert_to_numpy(o).ravel().tolist()
         [1.0, 2.0, 3.0]
@@ -105,7 +105,7 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
     Example:
         >>> from keras import ops
         >>> from fastweights.keras import feature_map
-        >>> ops.convert_to_numpy(feature_map(ops.array([-1.0, 3.0]), "dpfp-1", norm="sum")).tolist()
+        >>> ops.convert_to_numpy(feature_map(ops.array([-1.0, 3.0], "float32"), "dpfp-1", norm="sum")).tolist()
         [0.0, 0.0, 1.0, 0.0]
     """
     x = ops.convert_to_tensor(x)

@@ -1,5 +1,6 @@
 """Layers for PyTorch: batch first, state in and state out."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -143,3 +144,31 @@ class FastWeightAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.dim}, heads={self.config.heads}, {self.config.describe()}"
+
+
+def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
+    """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
+
+        >>> {name: array.shape for name, array in export_parameters(FastWeightAttention(8, heads=2)).items()}
+        {'in_proj': (8, 26), 'out_norm': (4,), 'out_proj': (8, 8)}
+
+    They are the names of the state_dict. FAVOR+ adds "projection" and "draws".
+    """
+    return {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
+            for name, x in _weights(module).items()}  # fmt: skip
+
+
+@torch.no_grad()
+def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
+    """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer."""
+    weights = _weights(module)
+    layers.check_parameters(arrays, {name: x.shape for name, x in weights.items()})
+    for name, x in weights.items():
+        x.copy_(torch.from_numpy(np.array(arrays[name])))
+
+
+def _weights(module):
+    """The state_dict, without the count of draws where nothing is drawn."""
+    state = module.state_dict()
+    return {name: x for name, x in state.items()
+            if not name.endswith("draws") or name.removesuffix("draws") + "projection" in state}  # fmt: skip

@@ -1,0 +1,330 @@
+"""Fast Weight Layers (Clark et al. 2022), once, for every framework.
+
+A block of dense, squared ReLU, dense and layer norm sits between a causal body and the output embedding. A slow pass
+scores every token and a hand-written backward gives each token's gradient at each layer; the fast pass then answers
+token t with parameters minus step sizes times the summed gradients of the tokens before t, all t at once:
+
+    dense    x~_t W - sum_{s<t} (x~_t . x_s) step g_s      a `fast_weight` memory: q = x~, k = x, v = -step g
+    norm     scale - sum_{s<t} step g_s xhat_s, shift - sum_{s<t} step g_s      the same with the constant 1 as q and k
+
+x is the slow input of a layer, x~ its fast input, g the slow gradient at its output. A bias is one more input that is
+always 1. Shapes: B batch, T tokens, D width of the body, F hidden width, size, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastweights.core import RULES, FastWeightError
+
+NORMALIZERS = ("batch", "sequence")
+STEPS = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
+
+
+@dataclass(frozen=True)
+class FWLConfig:
+    """Everything a Fast Weight Layer is, but its weights."""
+
+    size: int
+    vocab_size: int
+    attn_chunks: int | None = None
+    hidden: int | None = None
+    normalizer: str | float = "batch"
+    step_size: float = 0.01
+    fast_bias: bool = True
+    shared_norm_step: bool = False
+    rule: str = "sum"
+    decay: float | None = None
+    clip: float | None = None
+    first_order: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        for name in ("size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.attn_chunks is not None and self.attn_chunks < 1:
+            raise FastWeightError(f"attn_chunks is {self.attn_chunks}; expected 1 or more chunks, or None to choose")
+        if isinstance(self.normalizer, str) and self.normalizer not in NORMALIZERS:
+            raise FastWeightError(f"normalizer is {self.normalizer!r}; expected 'batch', 'sequence' or a number of tokens")
+        if not isinstance(self.normalizer, str) and not self.normalizer > 0:
+            raise FastWeightError(f"normalizer is {self.normalizer}; expected a positive number of tokens")
+        if self.rule not in RULES:
+            raise FastWeightError(f"rule is {self.rule!r}; expected one of {', '.join(map(repr, RULES))}")
+        if self.decay is not None and not 0 < self.decay <= 1:
+            raise FastWeightError(f"decay is {self.decay}; expected a number in (0, 1]: the share kept per token")
+        if self.clip is not None and not self.clip > 0:
+            raise FastWeightError(f"clip is {self.clip}; expected a positive length of a token's gradient")
+
+    @property
+    def hidden_width(self):
+        return self.hidden or 4 * self.size
+
+    def shapes(self, inputs):
+        """Shapes of all parameters, by the name they have in every framework; matrices are (in, out)."""
+        F, size, V = self.hidden_width, self.size, self.vocab_size
+        return dict(
+            dense1=(inputs, F), bias1=(F,), dense2=(F, size), bias2=(size,), scale=(size,), shift=(size,),
+            unembed=(size, V), unembed_bias=(V,), steps=(len(STEPS),),
+        )  # fmt: skip
+
+    def initial(self, inputs, rng):
+        """Initial parameters as NumPy float64: matrices of variance 1 / in, steps at `step_size`."""
+        import numpy as np
+
+        fill = dict(scale=1.0, steps=self.step_size)
+        return {
+            name: rng.standard_normal(shape) / np.sqrt(shape[0]) if len(shape) == 2 else np.full(shape, fill.get(name, 0.0))
+            for name, shape in self.shapes(inputs).items()
+        }  # fmt: skip
+
+    def chunk_size(self, T, K, V):
+        """Tokens per chunk: T / attn_chunks when given, else where work inside and across chunks is equal."""
+        if self.attn_chunks is not None:
+            return max(1, -(-T // self.attn_chunks))
+        return max(64, min(1024, 1 << round((K * V / (K + V))).bit_length() - 1))
+
+
+class FWLOps(NamedTuple):
+    """What a framework brings."""
+
+    xp: Any  # numpy's spelling
+    nn: Any  # relu
+    fast_weight: Callable
+    wide: Callable  # x in float32, or float64 if it is that
+    cast: Callable  # x in the dtype of `like`
+    arange: Callable  # n whole numbers beside `like`
+    stop: Callable  # x without its gradient
+    head: Callable  # n, unembed, bias, labels -> loss per token and its gradient at n, differentiable
+    loss: Callable  # the same, loss alone
+    cross_entropy: Callable  # logits, labels -> loss per token
+
+
+class FWLState(NamedTuple):
+    """What a Fast Weight Layer has learned from the tokens so far; pass it on, save it, fork it.
+
+    dense1 (B, 1, D + 1, F), dense2 (B, 1, F + 1, size), norm (B, 1, 1, 2 size): the summed steps;
+    pending (B, D): the last input, whose label is not known yet;  waiting (B,): 1 where there is one.
+    """
+
+    dense1: Any
+    dense2: Any
+    norm: Any
+    pending: Any
+    waiting: Any
+
+
+class FWLOutput(NamedTuple):
+    """logits (B, T, V), or None if not asked for; loss and slow_loss (B, T), of both passes, unweighted; state."""
+
+    logits: Any
+    loss: Any
+    slow_loss: Any
+    state: Any
+
+
+class Slow(NamedTuple):
+    """A slow pass: the input and output of each layer that its backward and the fast pass need."""
+
+    h1: Any
+    a: Any
+    xhat: Any
+    std: Any
+    n: Any
+
+
+def slow_pass(config, ops, p, x):
+    h1 = x @ p["dense1"] + p["bias1"]
+    r = ops.nn.relu(h1)
+    a = r * r
+    xhat, std = _standardise(config, ops, a @ p["dense2"] + p["bias2"])
+    return Slow(h1, a, xhat, std, xhat * p["scale"] + p["shift"])
+
+
+def slow_backward(config, ops, p, slow, dn):
+    """Gradients at the outputs of both dense layers and of scale and shift, per token, from that of n (B, T, size)."""
+    dxhat = dn * p["scale"]
+    mean = lambda y: ops.xp.sum(y, -1)[..., None] / config.size  # noqa: E731
+    g2 = (dxhat - mean(dxhat) - slow.xhat * mean(dxhat * slow.xhat)) / slow.std
+    g1 = (g2 @ ops.xp.swapaxes(p["dense2"], -1, -2)) * 2.0 * ops.nn.relu(slow.h1)
+    return g1, g2, dn * slow.xhat, dn
+
+
+def write(config, ops, p, x, slow, dn):
+    """Keys and values of the three memories for the gradient dn of the slow features: ((k, v), (k, v), (k, v))."""
+    xp = ops.xp
+    gradients = slow_backward(config, ops, p, slow, dn)
+    keys = (x, slow.a)
+    if config.first_order:
+        gradients, keys = [ops.stop(g) for g in gradients], [ops.stop(k) for k in keys]
+    if config.clip is not None:
+        gradients = [_clipped(xp, g, config.clip) for g in gradients]
+    g1, g2, gscale, gshift = gradients
+    step = dict(zip(STEPS, [p["steps"][i] for i in range(len(STEPS))], strict=True))
+    if config.shared_norm_step:
+        step["shift"] = step["scale"]
+    k1 = _with_one(ops, keys[0] * step["dense1"], step["bias1"] if config.fast_bias else 0.0)
+    k2 = _with_one(ops, keys[1] * step["dense2"], step["bias2"] if config.fast_bias else 0.0)
+    one = xp.ones_like(x[..., :1])
+    norm = xp.concatenate([gscale * step["scale"], gshift * step["shift"]], -1)
+    return (k1, -g1), (k2, -g2), (one, -norm)
+
+
+def read(config, ops, p, x, slow, memory):
+    """The fast features (B, T, size).  memory(i, q) is what memory i of `write` answers to q, before each token."""
+    h1 = slow.h1 + memory(0, _with_one(ops, x, 1.0))
+    r = ops.nn.relu(h1)
+    a = r * r
+    h2 = a @ p["dense2"] + p["bias2"] + memory(1, _with_one(ops, a, 1.0))
+    xhat, _ = _standardise(config, ops, h2)
+    change = memory(2, ops.xp.ones_like(x[..., :1]))
+    scale, shift = p["scale"] + change[..., : config.size], p["shift"] + change[..., config.size :]
+    return xhat * scale + shift
+
+
+def forward(config, ops, p, x, labels, weights, state=None, *, cu_seqlens=None, logits=True):
+    """FWLOutput for x (B, T, D), labels (B, T) and weights (B, T); without logits, only losses."""
+    slow = slow_pass(config, ops, p, x)
+    slow_loss, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], labels)
+    share = weights / normalization(config, ops, weights, cu_seqlens)
+    written = write(config, ops, p, x, slow, dn * ops.cast(share, dn)[..., None])
+    before = (None, None, None) if state is None else state[:3]
+    after = [None, None, None]
+    pending, waiting, waits = unlearned(ops, x, weights, cu_seqlens)
+
+    def memory(i, q):
+        answer, after[i] = remember(config, ops, q, *written[i], before[i], writes=weights > 0, ages=1 - waits,
+                                    cu_seqlens=cu_seqlens)  # fmt: skip
+        return answer
+
+    n = read(config, ops, p, x, slow, memory)
+    fast = n @ p["unembed"] + p["unembed_bias"] if logits else None
+    loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, p["unembed"], p["unembed_bias"], labels)
+    return FWLOutput(fast, loss, slow_loss, FWLState(*after, pending, waiting))
+
+
+def step(config, ops, p, x, label, weight, state):
+    """(logits (B, V), state) for one token x (B, D).  label, weight (B,): of the token before it."""
+    old, share = state.pending[:, None], (weight * state.waiting / config.normalizer)[:, None]
+    slow = slow_pass(config, ops, p, old)
+    _, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], label[:, None])
+    written = write(config, ops, p, old, slow, dn * ops.cast(share, dn)[..., None])
+    after = [None, None, None]
+
+    def memory(i, q):
+        answer, after[i] = remember(config, ops, q, *written[i], state[i], writes=share > 0,
+                                    ages=state.waiting[:, None], read="after")  # fmt: skip
+        return answer
+
+    x = x[:, None]
+    n = read(config, ops, p, x, slow_pass(config, ops, p, x), memory)
+    logits = n @ p["unembed"] + p["unembed_bias"]
+    return logits[:, 0], FWLState(*after, x[:, 0], ops.xp.ones_like(state.waiting))
+
+
+def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seqlens=None):
+    """One memory: write (k, v) token by token and answer q.  writes, ages (B, T): whether a token writes and decays."""
+    xp = ops.xp
+    rule, beta, log_decay = config.rule if k.shape[-1] > 1 else "sum", None, None
+    if rule == "delta":  # the same outer product of a key of length 1, so that a write can replace what it retrieves
+        length = xp.sqrt(xp.sum(k * k, -1) + 1e-12)[..., None]
+        k, v = k / length, v * length
+        beta = ops.wide(ops.cast(writes, q))[..., None]
+    if config.decay is not None:
+        log_decay = ops.wide(ops.cast(ages, q))[..., None] * math.log(config.decay)
+    size = config.chunk_size(q.shape[1] or 1, k.shape[-1], v.shape[-1])
+    q, k, v = (ops.cast(x, q)[:, :, None, :] for x in (q, k, v))
+    o, state = ops.fast_weight(q, k, v, beta=beta, log_decay=log_decay, rule=rule, read=read, state=state,
+                               cu_seqlens=cu_seqlens, chunk_size=size)  # fmt: skip
+    return o[:, :, 0], state
+
+
+def unlearned(ops, x, weights, cu_seqlens):
+    """The last token of each sequence, if its weight is 0 because its label is not known yet: it may be learned later.
+
+    Returns it (N, D), whether there is one (N,), and the same for every token (B, T): such a token has not aged the
+    memory either.
+    """
+    xp = ops.xp
+    t = ops.arange(weights.shape[1], weights)
+    if cu_seqlens is None:
+        waits = ops.cast((t == weights.shape[1] - 1) & (weights == 0), weights)
+        return x[:, -1], waits[:, -1], waits
+    cu = ops.cast(cu_seqlens, t)
+    ends = xp.where(cu[1:] > cu[:-1], cu[1:] - 1, -1)  # an empty sequence has no last token
+    hit = ops.cast(ends[:, None] == t[None, :], weights)  # (N, T)
+    waits = xp.sum(hit, 0)[None, :] * ops.cast(weights == 0, weights)
+    return ops.cast(hit, x) @ x[0], xp.sum(hit * waits, -1), waits
+
+
+def normalization(config, ops, weights, cu_seqlens):
+    """What the summed losses are divided by: broadcasts with weights (B, T)."""
+    xp = ops.xp
+    if config.normalizer == "batch":
+        return _at_least(xp, xp.sum(weights), 1e-8)
+    if config.normalizer == "sequence" and cu_seqlens is None:
+        return _at_least(xp, xp.sum(weights, -1), 1e-8)[..., None]
+    if config.normalizer == "sequence":
+        t = ops.arange(weights.shape[1], weights)
+        inside = (t[None, :] >= cu_seqlens[:-1, None]) & (t[None, :] < cu_seqlens[1:, None])  # (N, T)
+        inside = ops.cast(inside, weights)
+        totals = xp.sum(inside * weights, -1)
+        return _at_least(xp, xp.sum(inside * totals[:, None], 0), 1e-8)[None, :]
+    return config.normalizer
+
+
+def plain_head(ops, n, unembed, bias, labels):
+    """(loss, its gradient at n) per token, with the whole vocabulary at once."""
+    xp = ops.xp
+    logits = ops.wide(n @ unembed + bias)
+    logits = logits - xp.amax(logits, -1)[..., None]
+    total = xp.sum(xp.exp(logits), -1)
+    hot = ops.cast(labels[..., None] == ops.arange(unembed.shape[-1], labels), logits)
+    loss = xp.log(total) - xp.sum(hot * logits, -1)
+    residual = xp.exp(logits) / total[..., None] - hot
+    return loss, ops.cast(residual, n) @ xp.swapaxes(unembed, -1, -2)
+
+
+def _standardise(config, ops, x):
+    mean = ops.xp.sum(x, -1)[..., None] / config.size
+    centred = x - mean
+    std = ops.xp.sqrt(ops.xp.sum(centred * centred, -1)[..., None] / config.size + config.eps)
+    return centred / std, std
+
+
+def _clipped(xp, g, most):
+    length = xp.sqrt(xp.sum(g * g, -1) + 1e-24)[..., None]
+    return g * xp.where(length > most, most / length, xp.ones_like(length))
+
+
+def _with_one(ops, x, one):
+    """x and one more input, `one`, for the bias."""
+    return ops.xp.concatenate([x, ops.xp.zeros_like(x[..., :1]) + one], -1)
+
+
+def _at_least(xp, x, least):
+    return xp.where(x > least, x, least)
+
+
+def check_shapes(config, x, labels, weights, inputs=None):
+    """Raise unless x, labels and weights fit; shapes alone."""
+    if len(x.shape) != 3 or (inputs is not None and x.shape[-1] != inputs):
+        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs or 'D'}): the body's output")
+    B, T = x.shape[:2]
+    if len(labels.shape) == 3 and labels.shape[-1] != config.vocab_size:
+        raise FastWeightError(f"labels has shape {tuple(labels.shape)}; expected (B, T, {config.vocab_size}) for one-hot "
+                              f"labels: vocab_size is {config.vocab_size}")  # fmt: skip
+    for name, y, axes in (("labels", labels, labels.shape[:2]), ("weights", weights, weights.shape)):
+        if tuple(axes) != (B, T):
+            raise FastWeightError(f"{name} has shape {tuple(y.shape)}; expected ({B}, {T}): one per token of x")
+
+
+def check_values(config, smallest, largest, worst):
+    """Raise unless labels lie in the vocabulary and weights are finite and not negative, given their extremes."""
+    if smallest < 0 or largest >= config.vocab_size:
+        got = smallest if smallest < 0 else largest
+        raise FastWeightError(f"labels has {got}; expected 0 to {config.vocab_size - 1}: vocab_size is "
+                              f"{config.vocab_size} (give padding any label and weight 0)")  # fmt: skip
+    if not 0 <= worst < float("inf"):
+        raise FastWeightError(f"weights has {worst}; expected finite numbers of at least 0: 0 leaves a token out")

@@ -1,0 +1,239 @@
+"""Layers for Flax (flax.linen): batch first, state in and state out, no hidden mutation.
+
+The parameters have the names and (in, out) shapes of `fastweights.layers.AttentionConfig.shapes`, as in every
+framework; `export_parameters` and `import_parameters` carry them over.
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, fields
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax import Array
+
+from fastweights import attention, layers
+from fastweights.attention import AttentionState
+from fastweights.core import FastWeightError
+from fastweights.features import parse
+from fastweights.jax.ops import fast_weight, feature_map
+
+
+def _wide(dtype):
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+OPS = attention.Ops(
+    xp=jnp,
+    nn=jax.nn,
+    fast_weight=fast_weight,
+    feature_map=feature_map,
+    shape=jnp.shape,
+    wide=lambda x: x.astype(_wide(x.dtype)),
+    cast=lambda x, like: x.astype(like.dtype),
+    array=lambda numbers, like: jnp.asarray(numbers, _wide(like.dtype)),
+    zeros=lambda shape, like: jnp.zeros(shape, like.dtype),
+    arange=lambda n, like: jnp.arange(n),
+    take=jnp.take_along_axis,
+    repeat=jnp.repeat,
+    searchsorted=lambda ordered, values: jnp.searchsorted(ordered, values, side="right"),
+)
+
+
+class FastWeightAttention(nn.Module):
+    """A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+
+        >>> layer = FastWeightAttention(64, heads=4)
+        >>> x = jnp.ones((2, 10, 64))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> y, state = layer.apply(variables, x)                 # (B, T, dim) -> (B, T, dim)
+        >>> y, state = layer.apply(variables, x[:, :1], state)   # go on where it stopped
+
+    Args:
+        dim: width of the input and output.
+        heads: number of memories.
+        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        rule: "delta" overwrites what a key retrieves; "sum" adds to it (linear attention).
+        norm: "l2" or "sum" of the features, "none", "attention" (outputs are weighted means; also with the delta
+            rule), "sum+attention", "hellinger" or "nlms" (docs/maths.md says what each is for).
+        key_dim, value_dim: widths per head; dim / heads when absent.
+        key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
+        beta: learn a write rate per token and head; when absent, for the delta rule only.
+        beta_max: the largest write rate, up to 2 (negative eigenvalues).
+        decay: "learned" per token and head (Gated DeltaNet), "retnet", a share kept per token, one for each head, or
+            None.
+        conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
+        gate: multiply the output by SiLU of a projection of the input.
+        out_norm: RMS norm over each head's output.
+        seed: of FAVOR+'s random directions, which are in the collection "constants"; `redraw` draws them anew.
+        method, chunk_size: as for `fast_weight`.
+        dtype: of the computation; that of the input and the parameters together when absent.
+        param_dtype: of the parameters.
+    """
+
+    dim: int
+    heads: int
+    _: KW_ONLY
+    features: str = "silu"
+    rule: str = "delta"
+    norm: str = "l2"
+    key_dim: int | None = None
+    value_dim: int | None = None
+    key_heads: int | None = None
+    beta: bool | None = None
+    beta_max: float = 1.0
+    decay: str | float | tuple[float, ...] | None = None
+    conv: int = 0
+    gate: bool = False
+    out_norm: bool = True
+    seed: int = 0
+    method: str = "auto"
+    chunk_size: int | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        self.config  # noqa: B018 - its checks
+        super().__post_init__()
+
+    @property
+    def config(self) -> layers.AttentionConfig:
+        """What the layer is, for every framework."""
+        return layers.AttentionConfig(**{f.name: getattr(self, f.name) for f in fields(layers.AttentionConfig)})
+
+    @classmethod
+    def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
+        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
+        return cls(dim, heads, **layers.preset_arguments(name, changes))
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        state: AttentionState | None = None,
+        *,
+        cu_seqlens: Array | None = None,
+        mask: Array | None = None,
+    ) -> tuple[Array, AttentionState]:
+        """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
+        config, x = self.config, jnp.asarray(x)
+        dtype = self.dtype or jnp.result_type(x, self.param_dtype)
+        parameters = {name: self._parameter(name, config, dtype) for name in config.shapes}
+        if parse(config.features).random:
+            parameters["projection"] = self._constants(config)
+        cu_seqlens, mask = (None if a is None else jnp.asarray(a) for a in (cu_seqlens, mask))
+        return attention.forward(
+            config, OPS, parameters, x.astype(dtype), state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
+            chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+    def _parameter(self, name, config, dtype):
+        """A parameter in the dtype that it is used in: the rates and the norm in float32 or wider."""
+        wide = _wide(self.param_dtype)
+
+        def initial(key):
+            uniform = lambda low, high, shape: jax.random.uniform(key, shape, wide, low, high)  # noqa: E731
+            return config.initial_value(name, uniform, jnp).astype(self.param_dtype)
+
+        matrix = name in ("in_proj", "conv", "out_proj")
+        return self.param(name, initial).astype(dtype if matrix else _wide(dtype))
+
+    def _constants(self, config):
+        """FAVOR+'s directions; beside them, the number of the draw that they are."""
+        wide = _wide(self.param_dtype)
+        projection = self.variable("constants", "projection", lambda: jnp.asarray(config.projection(), wide))
+        self.variable("constants", "draws", lambda: jnp.zeros((), jnp.int32))
+        return projection.value
+
+    def step(self, x: Array, state: AttentionState | None = None) -> tuple[Array, AttentionState]:
+        """One token: x (B, dim) -> y (B, dim) and the state.  `layer.apply(variables, x, state, method="step")`."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
+
+    @nn.nowrap
+    def init_state(self, batch: int) -> AttentionState:
+        """The state that None stands for, for an input of `dtype` (`param_dtype` when that is absent)."""
+        c, dtype = self.config, self.dtype or self.param_dtype
+        memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), _wide(dtype))
+        z = memory[..., 0] if layers.NORMS[c.norm][1] else None
+        return AttentionState(memory, z, jnp.zeros((batch, c.conv - 1, c.channels), dtype) if c.conv else None)
+
+    def __repr__(self) -> str:
+        return f"FastWeightAttention({self.dim}, heads={self.heads}, {self.config.describe()})"
+
+
+def redraw(variables: Mapping[str, Any], config: layers.AttentionConfig, draw: int | Array) -> dict[str, Any]:
+    """`variables` with FAVOR+'s directions drawn anew; the n-th draw of a seed is the same in every framework.
+
+        >>> layer = FastWeightAttention.preset("performer", dim=64, heads=4)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 10, 64)))
+        >>> variables = redraw(variables, layer.config, 1)       # in training; evaluation keeps the last ones
+
+    Args:
+        variables: of a layer, or of a model that has such layers anywhere in it.
+        config: of the layer; other layers' directions are left alone where their shape differs.
+        draw: its number, such as that of the training step; it may be traced (under `jit` NumPy is called back).
+    """
+    phi = parse(config.features)
+    if not phi.random:
+        raise FastWeightError(f"features is {config.features!r}; expected 'favor-M': no other features are drawn")
+    shape = phi.size, config.key_width
+
+    def directions(dtype):
+        if not isinstance(draw, jax.core.Tracer):
+            return jnp.asarray(config.projection(int(draw)), dtype)
+        numbers = lambda n: config.projection(int(n)).astype(dtype)  # noqa: E731
+        return jax.pure_callback(numbers, jax.ShapeDtypeStruct(shape, dtype), draw, vmap_method="sequential")
+
+    flat = traverse_util.flatten_dict(variables["constants"])
+    for path, old in list(flat.items()):
+        if path[-1] == "projection" and old.shape == shape:
+            flat[path] = directions(old.dtype)
+            flat[*path[:-1], "draws"] = jnp.asarray(draw, jnp.int32)
+    return {**variables, "constants": traverse_util.unflatten_dict(flat)}
+
+
+COLLECTIONS = ("params", "constants")
+
+
+def export_parameters(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
+
+        >>> layer = FastWeightAttention(8, heads=2)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 2, 8)))
+        >>> {name: array.shape for name, array in export_parameters(variables).items()}
+        {'in_proj': (8, 26), 'out_norm': (4,), 'out_proj': (8, 8)}
+
+    Names of modules within modules are joined by dots, as in a torch state_dict: "norm.weight" of a FastWeightRNN.
+    FAVOR+ adds "projection" and "draws".
+    """
+    return {name: _to_numpy(x) for name, (_, x) in _flat(variables).items()}
+
+
+def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """`variables` with the values of `arrays`, which `export_parameters` of any framework gave for the same layer.
+
+    Only the shapes and dtypes of `variables` matter: `jax.eval_shape(layer.init, key, x)` will do.
+    """
+    flat = _flat(variables)
+    layers.check_parameters(arrays, {name: x.shape for name, (_, x) in flat.items()})
+    new: dict[str, Any] = {}
+    for name, (path, x) in flat.items():
+        new[path] = jnp.asarray(np.asarray(arrays[name]), x.dtype)
+    return {**variables, **traverse_util.unflatten_dict(new)}
+
+
+def _flat(variables):
+    """name -> (path, array) of all parameters and constants."""
+    if "params" not in variables:
+        raise FastWeightError(f"variables has the collections {', '.join(variables) or 'none'}; expected 'params': pass "
+                              "all that layer.init returned")  # fmt: skip
+    flat = traverse_util.flatten_dict({name: variables[name] for name in COLLECTIONS if name in variables})
+    return {".".join(path[1:]): (path, x) for path, x in flat.items()}
+
+
+def _to_numpy(x):
+    return np.asarray(x, np.float32 if x.dtype == jnp.bfloat16 else None)

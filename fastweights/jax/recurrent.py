@@ -1,0 +1,169 @@
+"""Sequential fast-weight networks for Flax (the equations are in fastweights/recurrent.py)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fastweights.core import FastWeightError
+from fastweights.recurrent import RNNState, check_activation, check_rates, layer_norm, settle
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "identity": lambda x: x,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+class FastWeightRNN(nn.Module):
+    """A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+
+        >>> rnn = FastWeightRNN(8, 32)
+        >>> x = jnp.ones((2, 10, 8))
+        >>> h, state = rnn.apply(rnn.init(jax.random.key(0), x), x)   # (B, T, inputs) -> (B, T, hidden)
+
+    While a call is shorter than the network is wide and starts afresh, the fast weights are applied as attention over
+    past hidden vectors, so no hidden x hidden matrix is kept per step; the one in the returned state is made at the end.
+
+    Args:
+        inputs, hidden: widths.
+        decay: share of the fast weights kept per token.
+        rate: the step with which they learn.
+        inner_steps: reads of the fast weights per token (the paper uses 1).
+        layer_norm: normalise the drive of each inner step, without which more than one step diverges.
+        activation: "relu", "tanh", "sigmoid", "identity" or a function.
+        param_dtype: of the parameters.
+    """
+
+    inputs: int
+    hidden: int
+    _: KW_ONLY
+    decay: float = 0.95
+    rate: float = 0.5
+    inner_steps: int = 1
+    layer_norm: bool = True
+    activation: str | Callable[[Array], Array] = "relu"
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        check_activation(self.activation)
+        check_rates(self.decay, self.rate, self.inner_steps)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Array, state: RNNState | None = None) -> tuple[Array, RNNState]:
+        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
+        x = _check_input(x, self.inputs)
+        size, to = self.hidden, self.param_dtype
+        W = self.param("W", lambda key: 0.05 * jnp.eye(size, dtype=to))
+        C = self.param("C", _uniform, (self.inputs, size), to)
+        bias = self.param("bias", lambda key: jnp.zeros(size, to))
+        norm = None
+        if self.layer_norm:
+            scale = self.param("norm", lambda key: {"weight": jnp.ones(size, to), "bias": jnp.zeros(size, to)})
+            norm = lambda drive: layer_norm(drive, scale["weight"], scale["bias"], jnp)  # noqa: E731
+        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        drive = jnp.moveaxis(x @ C + bias, 1, 0)  # (T, B, hidden)
+        T, B = drive.shape[:2]
+        if state is None and T < size:
+            return self._attend(drive, W, lambda b, recall: settle(b, recall, f, self.inner_steps, norm))
+
+        def move(state, drive):
+            h, A = state
+            h = settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0], f, self.inner_steps, norm)
+            return RNNState(h, self.decay * A + self.rate * h[:, :, None] * h[:, None, :]), h
+
+        if state is None:
+            state = RNNState(jnp.zeros((B, size), drive.dtype), jnp.zeros((B, size, size), drive.dtype))
+        state, h = lax.scan(move, RNNState(*state), drive)
+        return jnp.moveaxis(h, 0, 1), state
+
+    def _attend(self, drive, W, settle):
+        """A g without A: rate * sum over past h of decay^age h (h . g).
+
+        `past` (B, T, hidden) holds the last T hidden vectors, the newest last; before there were any, zeros.
+        """
+        T, B, _ = drive.shape
+        weights = self.rate * self.decay ** jnp.arange(T - 1, -1, -1, dtype=drive.dtype)[:, None]
+
+        def move(past, drive):
+            recall = lambda g: ((past @ g[..., None]) * weights * past).sum(1)  # noqa: E731
+            h = settle(drive + past[:, -1] @ W, recall)
+            return jnp.concatenate([past[:, 1:], h[:, None]], 1), None
+
+        past = jnp.zeros((B, T, self.hidden), drive.dtype)
+        if T:
+            past, _ = lax.scan(move, past, drive)
+        h = past[:, -1] if T else jnp.zeros((B, self.hidden), drive.dtype)
+        return past, RNNState(h, jnp.swapaxes(past * weights, 1, 2) @ past)
+
+    def __repr__(self) -> str:
+        return (f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
+                f"inner_steps={self.inner_steps})")  # fmt: skip
+
+
+class FastWeightProgrammer(nn.Module):
+    """The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+
+        >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
+        >>> x = jnp.ones((2, 10, 8))
+        >>> variables = programmer.init(jax.random.key(0), x)
+        >>> y, W = programmer.apply(variables, x)     # (B, T, inputs) -> (B, T, outputs), W (B, outputs, width)
+
+    Args:
+        inputs, outputs: widths of x and y.
+        width: of the fast network's input x'; inputs when absent.
+        activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
+            function.
+        param_dtype: of the parameters.
+    """
+
+    inputs: int
+    outputs: int
+    _: KW_ONLY
+    width: int | None = None
+    activation: str | Callable[[Array], Array] = "tanh"
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        check_activation(self.activation)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Array, state: Array | None = None) -> tuple[Array, Array]:
+        """y (B, T, outputs) and the fast weights (B, outputs, width) after x (B, T, inputs)."""
+        x, width = _check_input(x, self.inputs), self.width or self.inputs
+        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        slow = self.param("slow", _uniform, (self.inputs, self.outputs + 2 * width), self.param_dtype)
+        written = jnp.moveaxis(x @ slow, 1, 0)  # (T, B, outputs + 2 * width)
+        if state is None:
+            state = jnp.zeros((x.shape[0], self.outputs, width), written.dtype)
+
+        def move(W, written):
+            a, b, fast_x = jnp.split(written, [self.outputs, self.outputs + width], -1)
+            W = f(W + a[:, :, None] * b[:, None, :])
+            return W, (W @ fast_x[..., None])[..., 0]
+
+        state, y = lax.scan(move, state, written)
+        return jnp.moveaxis(y, 0, 1), state
+
+    def __repr__(self) -> str:
+        return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width or self.inputs}, "
+                f"activation={self.activation!r})")  # fmt: skip
+
+
+def _uniform(key, shape, dtype):
+    return jax.random.uniform(key, shape, dtype, -1, 1) / math.sqrt(shape[0])
+
+
+def _check_input(x, inputs):
+    x = jnp.asarray(x)
+    if x.ndim != 3 or x.shape[-1] != inputs:
+        raise FastWeightError(f"x has shape {x.shape}; expected (B, T, {inputs}): inputs is {inputs}")
+    return x

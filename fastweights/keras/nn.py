@@ -1,0 +1,277 @@
+"""Layers for Keras, on its TensorFlow, JAX and torch backends: batch first, state in and state out.
+
+The parameters have the names and (in, out) shapes of `fastweights.layers.AttentionConfig.shapes`, as in every
+framework; `export_parameters` and `import_parameters` carry them over.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import keras
+import numpy as np
+from keras import KerasTensor, ops
+
+from fastweights import attention, layers
+from fastweights.attention import AttentionState
+from fastweights.core import FastWeightError, dtype_name
+from fastweights.features import parse
+from fastweights.keras.ops import fast_weight, feature_map
+
+Tensor = Any  # of the backend in use
+
+
+def _wide(dtype):
+    return "float64" if dtype == "float64" else "float32"
+
+
+OPS = attention.Ops(
+    xp=ops,
+    nn=ops,
+    fast_weight=fast_weight,
+    feature_map=feature_map,
+    shape=ops.shape,
+    wide=lambda x: ops.cast(x, _wide(dtype_name(x))),
+    cast=lambda x, like: ops.cast(x, like.dtype),
+    array=lambda numbers, like: ops.convert_to_tensor(numbers, _wide(dtype_name(like))),
+    zeros=lambda shape, like: ops.zeros(shape, like.dtype),
+    arange=lambda n, like: ops.arange(n, dtype="int32"),
+    take=ops.take_along_axis,
+    repeat=ops.repeat,
+    searchsorted=lambda ordered, values: ops.searchsorted(ordered, values, side="right"),
+)
+
+
+@keras.saving.register_keras_serializable(package="fastweights")
+class FastWeightAttention(keras.layers.Layer):
+    """A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+
+        >>> layer = FastWeightAttention(64, heads=4)
+        >>> y, state = layer(keras.random.normal((2, 10, 64)))         # (B, T, dim) -> (B, T, dim)
+        >>> y, state = layer(keras.random.normal((2, 1, 64)), state)   # go on where it stopped
+
+    Keras wants tensors in and out of a layer: parts of the state that this layer does not have are empty (None is
+    taken as well). A mask that an earlier layer made, such as Embedding's, is used and passed on.
+
+    Args:
+        dim: width of the input and output.
+        heads: number of memories.
+        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        rule: "delta" overwrites what a key retrieves; "sum" adds to it (linear attention).
+        norm: "l2" or "sum" of the features, "none", "attention" (outputs are weighted means; also with the delta
+            rule), "sum+attention", "hellinger" or "nlms" (docs/maths.md says what each is for).
+        key_dim, value_dim: widths per head; dim / heads when absent.
+        key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
+        beta: learn a write rate per token and head; when absent, for the delta rule only.
+        beta_max: the largest write rate, up to 2 (negative eigenvalues).
+        decay: "learned" per token and head (Gated DeltaNet), "retnet", a share kept per token, one for each head, or
+            None.
+        conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
+        gate: multiply the output by SiLU of a projection of the input.
+        out_norm: RMS norm over each head's output.
+        seed: of FAVOR+'s random directions.
+        redraw: in training, draw FAVOR+'s directions anew at each call; evaluation keeps the last ones.
+        method, chunk_size: as for `fast_weight`.
+        name, trainable, dtype: as for any Keras layer; `dtype` may be a policy such as "mixed_bfloat16".
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        features: str = "silu",
+        rule: str = "delta",
+        norm: str = "l2",
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        key_heads: int | None = None,
+        beta: bool | None = None,
+        beta_max: float = 1.0,
+        decay: str | float | tuple[float, ...] | None = None,
+        conv: int = 0,
+        gate: bool = False,
+        out_norm: bool = True,
+        seed: int = 0,
+        redraw: bool = False,
+        method: str = "auto",
+        chunk_size: int | None = None,
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, trainable=trainable, dtype=dtype, autocast=False)  # the state stays wide
+        self.config = layers.AttentionConfig(
+            dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
+            key_heads=key_heads, beta=beta, beta_max=beta_max,
+            decay=tuple(decay) if isinstance(decay, list) else decay, conv=conv, gate=gate, out_norm=out_norm,
+            seed=seed,
+        )  # fmt: skip
+        self.redraw, self.method, self.chunk_size = redraw, method, chunk_size
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # see fast_weight
+        self.projection = self.draws = None
+
+    @classmethod
+    def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
+        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
+        return cls(dim, heads, **layers.preset_arguments(name, changes))
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the weights; the shape of the input does not matter."""
+        initial = self.config.initial(random_generator())
+        self.slow_weights = {name: add_parameter(self, name, value) for name, value in initial.items()}
+        directions = self.config.projection()
+        if directions is not None:
+            self.projection = add_parameter(self, "projection", directions, trainable=False)
+            self.draws = add_parameter(self, "draws", np.zeros((), "int32"), trainable=False)
+
+    def call(
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        training: bool | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
+        if self.redraw and training:
+            self.draw()
+        if mask is None and cu_seqlens is None:
+            mask = getattr(x, "_keras_mask", None)  # which Keras hands over itself unless a state is given
+        dtype = self.compute_dtype
+        matrices = ("in_proj", "conv", "out_proj")  # the rates and the norm are used in float32 or wider
+        p = {n: ops.cast(w, dtype if n in matrices else _wide(dtype)) for n, w in self.slow_weights.items()}
+        if self.projection is not None:
+            p["projection"] = self.projection
+        y, state = attention.forward(
+            self.config, OPS, p, ops.cast(x, dtype), _absent_as_none(state),
+            cu_seqlens=None if cu_seqlens is None else ops.convert_to_tensor(cu_seqlens),
+            mask=None if mask is None else ops.convert_to_tensor(mask),
+            method=self.method, chunk_size=self.chunk_size,
+        )  # fmt: skip
+        return y, self._absent_as_empty(state)
+
+    def step(self, x: Tensor, state: AttentionState | None = None) -> tuple[Tensor, AttentionState]:
+        """One token: x (B, dim) -> y (B, dim) and the state."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
+
+    def init_state(self, batch: int) -> AttentionState:
+        """The state that None stands for."""
+        return AttentionState(*(ops.zeros(shape, dtype) for shape, dtype in self._state(batch)))
+
+    def draw(self) -> None:
+        """Draw FAVOR+'s directions anew; the n-th draw of a seed is the same in every framework."""
+        if not self.built:
+            self.build()
+        if self.projection is not None:
+            self.draws.assign_add(1)
+            self.projection.assign(_directions(self.config, ops.convert_to_tensor(self.draws), self.projection.dtype))
+
+    def compute_output_spec(self, x, state=None, cu_seqlens=None, mask=None, training=None):
+        attention.check_input(self.config, x, state, mask)
+        batch = x.shape[0]
+        if cu_seqlens is not None:
+            batch = None if cu_seqlens.shape[0] is None else cu_seqlens.shape[0] - 1
+        state = AttentionState(*(KerasTensor(shape, dtype) for shape, dtype in self._state(batch)))
+        return KerasTensor(x.shape, self.compute_dtype), state
+
+    def compute_mask(self, inputs, previous_mask):
+        return [previous_mask]  # of y; a state has none
+
+    def get_config(self) -> dict[str, Any]:
+        arguments = dict(redraw=self.redraw, method=self.method, chunk_size=self.chunk_size)
+        return super().get_config() | asdict(self.config) | arguments
+
+    def __repr__(self) -> str:
+        return f"FastWeightAttention({self.config.dim}, heads={self.config.heads}, {self.config.describe()})"
+
+    def _state(self, batch):
+        """Shape and dtype of each part of the state; an absent one has an axis of length 0."""
+        c, dtype = self.config, self.compute_dtype
+        key = c.feature_width
+        yield (batch, c.heads, key, c.value_width), _wide(dtype)
+        yield (batch, c.heads, key if layers.NORMS[c.norm][1] else 0), _wide(dtype)
+        yield (batch, c.conv - 1 if c.conv else 0, c.channels), dtype
+
+    def _absent_as_empty(self, state):
+        B = ops.shape(state.memory)[0]
+        return AttentionState(*(ops.zeros(shape, dtype) if part is None else part
+                                for part, (shape, dtype) in zip(state, self._state(B), strict=True)))  # fmt: skip
+
+
+def _absent_as_none(state):
+    if state is None or len(state) != 3:  # the latter raises where the input is checked
+        return state
+    return AttentionState(*(None if part is None or 0 in tuple(part.shape)[1:] else part for part in state))
+
+
+def random_generator() -> np.random.Generator:
+    """For initial weights: `keras.utils.set_random_seed` decides its seed."""
+    return np.random.default_rng(random.getrandbits(62))
+
+
+def add_parameter(layer: keras.layers.Layer, name: str, value: np.ndarray, *, trainable: bool = True) -> keras.Variable:
+    """A weight of `layer` that starts with this value."""
+    dtype = "int32" if value.dtype.kind == "i" else None
+    initial = lambda shape, dtype: ops.convert_to_tensor(value, dtype)  # noqa: E731
+    return layer.add_weight(name=name, shape=value.shape, initializer=initial, dtype=dtype, trainable=trainable)
+
+
+def _directions(config, draw, dtype):
+    """FAVOR+'s directions of a draw; NumPy is called back from compiled code."""
+    shape = parse(config.features).size, config.key_width
+    numbers = lambda n: config.projection(int(n)).astype(dtype)  # noqa: E731
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():
+            return tf.ensure_shape(tf.numpy_function(numbers, [draw], dtype), shape)
+    if keras.backend.backend() == "jax":
+        import jax
+
+        if isinstance(draw, jax.core.Tracer):
+            return jax.pure_callback(numbers, jax.ShapeDtypeStruct(shape, dtype), draw, vmap_method="sequential")
+    return numbers(ops.convert_to_numpy(draw))
+
+
+DOTTED = {"norm_weight": "norm.weight", "norm_bias": "norm.bias"}  # the torch backend takes no dots in a name
+
+
+def export_parameters(layer: keras.layers.Layer) -> dict[str, np.ndarray]:
+    """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
+
+        >>> layer = FastWeightAttention(8, heads=2)
+        >>> {name: array.shape for name, array in export_parameters(layer).items()}
+        {'in_proj': (8, 26), 'out_norm': (4,), 'out_proj': (8, 8)}
+
+    Names of layers within layers or models are joined by dots, as in a torch state_dict: "norm.weight" of a
+    FastWeightRNN (Keras's own name for it is "norm_weight"). FAVOR+ adds "projection" and "draws".
+    """
+    return {name: _to_numpy(w) for name, w in _weights(layer).items()}
+
+
+def import_parameters(layer: keras.layers.Layer, arrays: Mapping[str, Any]) -> None:
+    """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer."""
+    weights = _weights(layer)
+    layers.check_parameters(arrays, {name: tuple(w.shape) for name, w in weights.items()})
+    for name, w in weights.items():
+        w.assign(np.asarray(arrays[name]))
+
+
+def _weights(layer):
+    """The layer's weights by name: their paths below it."""
+    if not layer.built:
+        layer.build(None)
+    paths = [w.path.removeprefix(f"{layer.path}/").split("/") for w in layer.weights]
+    names = [".".join([*path[:-1], DOTTED.get(path[-1], path[-1])]) for path in paths]
+    if len(set(names)) < len(names):
+        raise FastWeightError(f"weights of {layer.name} share the names {', '.join(sorted(names))}; expected no two "
+                              "alike: give its layers names of their own")  # fmt: skip
+    return dict(zip(names, layer.weights, strict=True))
+
+
+def _to_numpy(w):
+    return np.asarray(ops.convert_to_numpy(ops.cast(w, "float32") if dtype_name(w) == "bfloat16" else w))

@@ -1,0 +1,240 @@
+"""Sequential fast-weight networks for Keras (the equations are in fastweights/recurrent.py)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import KerasTensor, ops
+
+from fastweights.core import FastWeightError
+from fastweights.keras.nn import Tensor, add_parameter, random_generator
+from fastweights.recurrent import RNNState, check_activation, check_rates, layer_norm, settle
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": ops.relu,
+    "tanh": ops.tanh,
+    "sigmoid": ops.sigmoid,
+}
+
+
+@keras.saving.register_keras_serializable(package="fastweights")
+class FastWeightRNN(keras.layers.Layer):
+    """A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+
+        >>> rnn = FastWeightRNN(8, 32)
+        >>> h, state = rnn(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, hidden)
+
+    While a call is shorter than the network is wide and starts afresh, the fast weights are applied as attention over
+    past hidden vectors, so no hidden x hidden matrix is kept per step; the one in the returned state is made at the
+    end. A length unknown while TensorFlow builds a graph counts as long.
+
+    Args:
+        inputs, hidden: widths.
+        decay: share of the fast weights kept per token.
+        rate: the step with which they learn.
+        inner_steps: reads of the fast weights per token (the paper uses 1).
+        layer_norm: normalise the drive of each inner step, without which more than one step diverges.
+        activation: "relu", "tanh", "sigmoid", "identity" or a function.
+        name, trainable, dtype: as for any Keras layer.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        *,
+        decay: float = 0.95,
+        rate: float = 0.5,
+        inner_steps: int = 1,
+        layer_norm: bool = True,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, trainable=trainable, dtype=dtype)
+        activation = _activation(activation)
+        check_rates(decay, rate, inner_steps)
+        self.inputs, self.hidden, self.decay, self.rate = inputs, hidden, decay, rate
+        self.inner_steps, self.layer_norm, self.activation = inner_steps, layer_norm, activation
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the weights; the shape of the input does not matter."""
+        size = self.hidden
+        self.W = add_parameter(self, "W", 0.05 * np.eye(size))
+        self.C = add_parameter(self, "C", _uniform(self.inputs, size))
+        self.bias = add_parameter(self, "bias", np.zeros(size))
+        if self.layer_norm:
+            self.norm_weight = add_parameter(self, "norm_weight", np.ones(size))
+            self.norm_bias = add_parameter(self, "norm_bias", np.zeros(size))
+
+    def call(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
+        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
+        _check_input(x, self.inputs)
+        W = ops.convert_to_tensor(self.W)
+        drive = ops.matmul(x, self.C) + self.bias
+        B, T, size = ops.shape(drive)
+        if isinstance(T, int) and state is None and T < size:
+            return self._attend(drive, W)
+
+        def move(state, drive):
+            h, A = state
+            h = self._settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0])
+            return (h, self.decay * A + self.rate * h[:, :, None] * h[:, None, :]), h
+
+        if state is None:
+            state = ops.zeros((B, size), drive.dtype), ops.zeros((B, size, size), drive.dtype)
+        state, h = _scan(move, tuple(state), drive)
+        return h, RNNState(*state)
+
+    def _attend(self, drive, W):
+        """A g without A: rate * sum over past h of decay^age h (h . g).
+
+        `past` (B, T, hidden) holds the last T hidden vectors, the newest last; before there were any, zeros.
+        """
+        B, T, size = ops.shape(drive)
+        weights = ops.convert_to_tensor(self.rate * self.decay ** np.arange(T - 1.0, -1, -1)[:, None], drive.dtype)
+
+        def move(past, drive):
+            h = self._settle(drive + past[:, -1] @ W, lambda g: ops.sum((past @ g[..., None]) * weights * past, 1))
+            return ops.concatenate([past[:, 1:], h[:, None]], 1), h
+
+        past = ops.zeros((B, T, size), drive.dtype)
+        past, h = _scan(move, past, drive)
+        last = past[:, -1] if T else ops.zeros((B, size), drive.dtype)
+        return h, RNNState(last, ops.swapaxes(past * weights, 1, 2) @ past)
+
+    def _settle(self, b, recall):
+        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        norm = lambda x: layer_norm(x, self.norm_weight, self.norm_bias, ops)  # noqa: E731
+        return settle(b, recall, f, self.inner_steps, norm if self.layer_norm else None)
+
+    def compute_output_spec(self, x, state=None):
+        _check_input(x, self.inputs)
+        (B, T, _), size, dtype = x.shape, self.hidden, self.compute_dtype
+        state = RNNState(KerasTensor((B, size), dtype), KerasTensor((B, size, size), dtype))
+        return KerasTensor((B, T, size), dtype), state
+
+    def get_config(self) -> dict[str, Any]:
+        names = ("inputs", "hidden", "decay", "rate", "inner_steps", "layer_norm")
+        return super().get_config() | {n: getattr(self, n) for n in names} | _serialised(self.activation)
+
+    def __repr__(self) -> str:
+        return (f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
+                f"inner_steps={self.inner_steps})")  # fmt: skip
+
+
+@keras.saving.register_keras_serializable(package="fastweights")
+class FastWeightProgrammer(keras.layers.Layer):
+    """The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+
+        >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
+        >>> y, W = programmer(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, outputs)
+
+    The state W is (B, outputs, width).
+
+    Args:
+        inputs, outputs: widths of x and y.
+        width: of the fast network's input x'; inputs when absent.
+        activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
+            function.
+        name, trainable, dtype: as for any Keras layer.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        width: int | None = None,
+        activation: str | Callable[[Tensor], Tensor] = "tanh",
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, trainable=trainable, dtype=dtype)
+        self.inputs, self.outputs, self.width = inputs, outputs, width or inputs
+        self.activation = _activation(activation)
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the weights; the shape of the input does not matter."""
+        self.slow = add_parameter(self, "slow", _uniform(self.inputs, self.outputs + 2 * self.width))
+
+    def call(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """y (B, T, outputs) and the fast weights (B, outputs, width) after x (B, T, inputs)."""
+        _check_input(x, self.inputs)
+        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        written = ops.matmul(x, self.slow)
+        if state is None:
+            state = ops.zeros((ops.shape(x)[0], self.outputs, self.width), written.dtype)
+
+        def move(W, written):
+            a, b, fast_x = ops.split(written, [self.outputs, self.outputs + self.width], -1)
+            W = f(W + a[:, :, None] * b[:, None, :])
+            return W, (W @ fast_x[..., None])[..., 0]
+
+        state, y = _scan(move, state, written, self.outputs)
+        return y, state
+
+    def compute_output_spec(self, x, state=None):
+        _check_input(x, self.inputs)
+        (B, T, _), dtype = x.shape, self.compute_dtype
+        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.width), dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        arguments = dict(inputs=self.inputs, outputs=self.outputs, width=self.width)
+        return super().get_config() | arguments | _serialised(self.activation)
+
+    def __repr__(self) -> str:
+        return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, "
+                f"activation={self.activation!r})")  # fmt: skip
+
+
+def _scan(move, carry, xs, width=None):
+    """carry, y = move(carry, x) over the tokens of xs (B, T, ...): (carry, ys).  width: of y; that of x when absent.
+
+    TensorFlow's ops.scan puts out nothing but its carry, a matrix per token here, so its own loop is used there.
+    """
+    B, T = ops.shape(xs)[:2]
+    if isinstance(T, int) and T == 0:
+        return carry, ops.zeros((B, 0, width or xs.shape[-1]), xs.dtype)
+    xs = ops.moveaxis(xs, 1, 0)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        def body(t, carry, ys):
+            carry, y = move(carry, xs[t])
+            return t + 1, carry, ys.write(t, y)
+
+        ys = tf.TensorArray(xs.dtype, T, element_shape=(xs.shape[1], width or xs.shape[2]))
+        _, carry, ys = tf.while_loop(lambda t, *_: t < T, body, (0, carry, ys))
+        ys = ys.stack()
+    else:
+        carry, ys = ops.scan(move, carry, xs)
+    return carry, ops.moveaxis(ys, 0, 1)
+
+
+def _activation(given):
+    """As an argument gives it: a name, a function, or what `get_config` made of a function."""
+    given = keras.saving.deserialize_keras_object(given) if isinstance(given, dict) else given
+    check_activation(given)
+    return given
+
+
+def _serialised(activation):
+    name = activation if isinstance(activation, str) else keras.saving.serialize_keras_object(activation)
+    return {"activation": name}
+
+
+def _uniform(*shape):
+    return random_generator().uniform(-1, 1, shape) / math.sqrt(shape[0])
+
+
+def _check_input(x, inputs):
+    if len(x.shape) != 3 or x.shape[-1] != inputs:
+        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")

@@ -1,0 +1,232 @@
+"""Fast Weight Layers for PyTorch (the mathematics is in fastweights/fwl.py)."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
+
+from fastweights import core, fwl
+from fastweights.core import FastWeightError
+from fastweights.fwl import FWLOutput, FWLState
+from fastweights.torch import head
+from fastweights.torch.ops import fast_weight
+
+OPS = fwl.FWLOps(
+    xp=torch,
+    nn=nn.functional,
+    fast_weight=fast_weight,
+    wide=lambda x: x if x.dtype == torch.float64 else x.float(),
+    cast=lambda x, like: x.to(like.dtype),
+    arange=lambda n, like: torch.arange(n, device=like.device),
+    stop=lambda x: x.detach(),
+    head=head.head,
+    loss=head.loss,
+    cross_entropy=lambda logits, labels: nn.functional.cross_entropy(
+        OPS.wide(logits).flatten(0, -2), labels.flatten(), reduction="none"
+    ).view(labels.shape),
+)
+
+
+class FWLBlock(LazyModuleMixin, nn.Module):
+    """A Fast Weight Layer (Clark et al. 2022): an output block that learns from the document it reads.
+
+        >>> block = FWLBlock(16, vocab_size=50)
+        >>> tokens = torch.randint(50, (2, 12))
+        >>> labels, weights = make_labels(tokens)
+        >>> logits = block(torch.randn(2, 12, 8), labels, weights)      # x (B, T, D) from any causal body
+
+    The logits at token t come from the block's parameters minus step sizes times the gradients of the losses of the
+    tokens before t. Training through them teaches parameters that learn well from a document.
+
+    Args:
+        size: width of the block's output; its hidden layer is `hidden`, 4 * size when absent.
+        vocab_size: number of labels.
+        attn_chunks: pieces the sequence is cut into for speed (any length); chosen when absent. Changes no result.
+        inputs: width of x; taken from the first call when absent.
+        normalizer: what the summed losses are divided by before their gradient is taken: "batch" (published: all
+            weights of the batch), "sequence" (those of a token's own sequence), or a number of tokens, with which
+            updates depend on nothing but the past: batches, padding and streaming change nothing.
+        step_size: initial value of the six learned step sizes, one per parameter tensor.
+        fast_bias, shared_norm_step: False and True give the published JAX form, the defaults its TensorFlow form.
+        rule: "sum" adds up the gradients; "delta" lets a write replace what its input retrieves.
+        decay: share of the fast weights kept per token; all when absent.
+        clip: largest length of a token's gradient at each layer.
+        first_order: cut the second-order part of the training gradient (the steps still learn).
+        eps: of the layer norm.
+        unembed: (vocab_size, size) weight to share, such as `embedding.weight`; its own when absent.
+        bias: whether the output embedding has a bias; when absent, only if it is the block's own.
+    """
+
+    cls_to_become = None  # stays what it is once the input width is known
+    dense1: nn.Parameter
+
+    def __init__(
+        self,
+        size: int,
+        vocab_size: int,
+        attn_chunks: int | None = None,
+        *,
+        inputs: int | None = None,
+        hidden: int | None = None,
+        normalizer: str | float = "batch",
+        step_size: float = 0.01,
+        fast_bias: bool = True,
+        shared_norm_step: bool = False,
+        rule: str = "sum",
+        decay: float | None = None,
+        clip: float | None = None,
+        first_order: bool = False,
+        eps: float = 1e-6,
+        unembed: nn.Parameter | None = None,
+        bias: bool | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        self.config = fwl.FWLConfig(
+            size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
+            fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
+            first_order=first_order, eps=eps,
+        )  # fmt: skip
+        if unembed is not None and tuple(unembed.shape) != (vocab_size, size):
+            raise FastWeightError(f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "
+                                  "(vocab_size, size), as an nn.Embedding's weight")  # fmt: skip
+        to = dict(device=device, dtype=dtype or torch.get_default_dtype())
+        seed = int(torch.randint(2**62, ()))  # torch.manual_seed decides the initial weights
+        initial = self.config.initial(inputs or 1, np.random.default_rng(seed))
+        for name, value in initial.items():
+            self.register_parameter(name, nn.Parameter(torch.tensor(value, **to)))
+        if inputs is None:
+            self.dense1 = UninitializedParameter(**to)
+        self.tied = unembed is not None
+        if unembed is not None:
+            self.unembed = unembed
+        if not (unembed is None if bias is None else bias):
+            self.unembed_bias = None
+
+    def initialize_parameters(self, x, *args, **how):
+        if self.has_uninitialized_params():
+            with torch.no_grad():
+                self.dense1.materialize((x.shape[-1], self.config.hidden_width))
+                self.dense1.normal_().mul_(x.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
+        return self.run(x, labels, weights).logits
+
+    def run(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        state: FWLState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        logits: bool = True,
+    ) -> FWLOutput:
+        """Logits, per-token loss of both passes and the state after x.
+
+        state: from an earlier call, to go on with the same document.  cu_seqlens: documents packed into one row.
+        logits: False leaves them None and holds a block of the vocabulary at a time.
+        """
+        self._know_inputs(x)
+        labels = self._checked(x, labels, weights)
+        if state is not None:
+            self._check_state(state, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        return fwl.forward(
+            self.config, OPS, self._weights(), x, labels, weights, state, cu_seqlens=cu_seqlens, logits=logits
+        )  # fmt: skip
+
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The training loss, the weighted mean over tokens, without ever holding the logits."""
+        out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
+        return (out.loss * weights).sum() / weights.sum().clamp(min=1e-8)
+
+    def slow_logits(self, x: Tensor) -> Tensor:
+        """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""
+        self._know_inputs(x)
+        p = self._weights()
+        return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
+
+    def init_state(self, batch: int) -> FWLState:
+        """The state before the first token, for `step`."""
+        if self.has_uninitialized_params():
+            raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or one call before init_state")
+        c, like = self.config, self.scale
+        inputs = self.dense1.shape[0]
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
+        return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
+                        zeros(1, 1, 2 * c.size), zeros(inputs, dtype=like.dtype), zeros())  # fmt: skip
+
+    def step(
+        self, x: Tensor, previous_label: Tensor | None, state: FWLState, weight: Tensor | None = None
+    ) -> tuple[Tensor, FWLState]:
+        """Logits (B, V) and the state for the next token x (B, D).
+
+        previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
+        """
+        if isinstance(self.config.normalizer, str):
+            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
+                                  "a stream does not know how many tokens will follow")  # fmt: skip
+        self._check_state(state, x.shape[0])
+        if previous_label is None:
+            previous_label = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+            weight = torch.zeros_like(state.waiting)
+        weight = torch.ones_like(state.waiting) if weight is None else weight
+        return fwl.step(self.config, OPS, self._weights(), x, previous_label, weight, state)
+
+    def _weights(self):
+        p = dict(self.named_parameters(recurse=False))
+        p["unembed"] = self.unembed.mT if self.tied else self.unembed
+        if self.unembed_bias is None:
+            p["unembed_bias"] = self.scale.new_zeros(self.config.vocab_size)
+        return p
+
+    def _know_inputs(self, x):
+        if self.has_uninitialized_params():
+            self.initialize_parameters(x)
+
+    def _checked(self, x, labels, weights):
+        """Integer labels, checked."""
+        fwl.check_shapes(self.config, x, labels, weights, self.dense1.shape[0])
+        if labels.dim() == 3:
+            labels = labels.argmax(-1)
+        if not torch.compiler.is_compiling() and labels.numel() and (not labels.is_cuda or core.debugging()):
+            low, high = torch.aminmax(labels)
+            bad = weights[~((weights >= 0) & weights.isfinite())]
+            fwl.check_values(self.config, int(low), int(high), float(bad[0]) if len(bad) else 0.0)
+        return labels.long()
+
+    def _check_state(self, state, sequences):
+        got = tuple(state.dense1.shape)
+        expected = (sequences, 1, self.dense1.shape[0] + 1, self.config.hidden_width)
+        if got != expected:
+            raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: a state of {got[0]} sequences "
+                                  f"cannot go on with {sequences}" if got[1:] == expected[1:] else
+                                  f"state.dense1 has shape {got}; expected {expected}: the state of another block")  # fmt: skip
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.size}, {c.vocab_size}, attn_chunks={c.attn_chunks}, normalizer={c.normalizer!r}, rule={c.rule!r}"
+
+
+def make_labels(
+    tokens: Tensor, pad_id: int | None = None, *, cu_seqlens: Tensor | None = None, dtype: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Next-token labels (B, T) and weights (B, T) for tokens (B, T).
+
+    Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+    """
+    labels = torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1)
+    weights = torch.ones(tokens.shape, dtype=dtype or torch.get_default_dtype(), device=tokens.device)
+    weights[:, -1:] = 0
+    if pad_id is not None:
+        weights = weights * (tokens != pad_id) * (labels != pad_id)
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:].long() - 1
+        weights[:, ends[ends >= 0]] = 0
+    return labels, weights
