@@ -35,6 +35,7 @@ class Ops(NamedTuple):
     nn: Any  # silu, sigmoid, softplus
     fast_weight: Callable
     feature_map: Callable
+    matmul: Callable  # x (B, T, D), weight (D, E)
     shape: Callable  # of x; axes of unknown length as tensors
     wide: Callable  # x in float32, or float64 if it is that
     cast: Callable  # x in the dtype of `like`
@@ -53,7 +54,7 @@ def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="aut
     memory, z, conv = (None, None, None) if state is None else state
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
         x = xp.where(mask[..., None], x, xp.zeros_like(x))
-    projected = xp.matmul(x, p["in_proj"])
+    projected = ops.matmul(x, p["in_proj"])
     qkv, rest, at = projected[..., : config.channels], {}, config.channels
     for name in ("gate", "beta", "decay"):
         rest[name] = projected[..., at : at + config.sections[name]]
@@ -73,7 +74,7 @@ def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="aut
     if config.gate:
         o = o * nn.silu(_heads(ops, rest["gate"], config.heads))
     B, T = ops.shape(o)[:2]
-    y = xp.matmul(xp.reshape(o, (B, T, config.heads * config.value_width)), p["out_proj"])
+    y = ops.matmul(xp.reshape(o, (B, T, config.heads * config.value_width)), p["out_proj"])
     return y, AttentionState(memory, z, conv)
 
 

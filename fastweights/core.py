@@ -54,7 +54,7 @@ def inverse(L, xp):
     return Y
 
 
-def prepare(q, k, v, beta, log_decay, *, delta, before, xp):
+def prepare(q, k, v, beta, log_decay, *, delta, before, xp, inverse=inverse):
     """All of a chunk that does not need its incoming memory.  q, k (..., C, K);  v (..., C, V);  rates (..., C).
 
     With g_i = a_1 ... a_i, the values u that are really written solve a unit lower triangular system,

@@ -47,7 +47,9 @@ class FWLConfig:
         if self.attn_chunks is not None and self.attn_chunks < 1:
             raise FastWeightError(f"attn_chunks is {self.attn_chunks}; expected 1 or more chunks, or None to choose")
         if isinstance(self.normalizer, str) and self.normalizer not in NORMALIZERS:
-            raise FastWeightError(f"normalizer is {self.normalizer!r}; expected 'batch', 'sequence' or a number of tokens")
+            raise FastWeightError(
+                f"normalizer is {self.normalizer!r}; expected 'batch', 'sequence' or a number of tokens"
+            )
         if not isinstance(self.normalizer, str) and not self.normalizer > 0:
             raise FastWeightError(f"normalizer is {self.normalizer}; expected a positive number of tokens")
         if self.rule not in RULES:
@@ -73,17 +75,18 @@ class FWLConfig:
         """Initial parameters as NumPy float64: matrices of variance 1 / in, steps at `step_size`."""
         import numpy as np
 
-        fill = dict(scale=1.0, steps=self.step_size)
-        return {
-            name: rng.standard_normal(shape) / np.sqrt(shape[0]) if len(shape) == 2 else np.full(shape, fill.get(name, 0.0))
-            for name, shape in self.shapes(inputs).items()
-        }  # fmt: skip
+        def fill(name, shape):
+            if len(shape) == 2:
+                return rng.standard_normal(shape) / np.sqrt(shape[0])
+            return np.full(shape, dict(scale=1.0, steps=self.step_size).get(name, 0.0))
+
+        return {name: fill(name, shape) for name, shape in self.shapes(inputs).items()}
 
     def chunk_size(self, T, K, V):
         """Tokens per chunk: T / attn_chunks when given, else where work inside and across chunks is equal."""
         if self.attn_chunks is not None:
             return max(1, -(-T // self.attn_chunks))
-        return max(64, min(1024, 1 << round((K * V / (K + V))).bit_length() - 1))
+        return max(64, min(1024, 1 << round(K * V / (K + V)).bit_length() - 1))
 
 
 class FWLOps(NamedTuple):
@@ -312,9 +315,10 @@ def check_shapes(config, x, labels, weights, inputs=None):
     if len(x.shape) != 3 or (inputs is not None and x.shape[-1] != inputs):
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs or 'D'}): the body's output")
     B, T = x.shape[:2]
-    if len(labels.shape) == 3 and labels.shape[-1] != config.vocab_size:
-        raise FastWeightError(f"labels has shape {tuple(labels.shape)}; expected (B, T, {config.vocab_size}) for one-hot "
-                              f"labels: vocab_size is {config.vocab_size}")  # fmt: skip
+    V = config.vocab_size
+    if len(labels.shape) == 3 and labels.shape[-1] != V:
+        raise FastWeightError(f"labels has shape {tuple(labels.shape)}; expected (B, T, {V}) for one-hot labels: "
+                              f"vocab_size is {V}")  # fmt: skip
     for name, y, axes in (("labels", labels, labels.shape[:2]), ("weights", weights, weights.shape)):
         if tuple(axes) != (B, T):
             raise FastWeightError(f"{name} has shape {tuple(y.shape)}; expected ({B}, {T}): one per token of x")

@@ -37,8 +37,9 @@ def settle(b, recall, activation, inner_steps, norm):
 
 def layer_norm(x, weight, bias, xp):
     """Over the last axis, as torch.nn.LayerNorm: the variance divides by n."""
-    x = x - xp.mean(x, -1)[..., None]
-    return x / xp.sqrt(xp.mean(x * x, -1) + LAYER_NORM_EPS)[..., None] * weight + bias
+    n = x.shape[-1]
+    x = x - (xp.sum(x, -1) / n)[..., None]  # keras.ops.mean loses float64 on JAX
+    return x / xp.sqrt(xp.sum(x * x, -1) / n + LAYER_NORM_EPS)[..., None] * weight + bias
 
 
 def check_activation(name, extra=()):

@@ -16,8 +16,8 @@ README = (ROOT / "README.md").read_text()
 
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
-    {"__init__"}, {"core"}, {"features", "recurrent"}, {"layers"}, {"attention"}, {"torch", "jax", "keras"}, {"hf", "lm"}, {"lab", "inspect", "bench"},
-    {"cli"}, {"__main__"},
+    {"__init__"}, {"core"}, {"features", "recurrent", "fwl"}, {"layers"}, {"attention"}, {"torch", "jax", "keras"},
+    {"hf", "lm"}, {"lab", "inspect", "bench"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from fastweights.jax.ops import fast_weight, feature_map
 
 
 def _wide(dtype):
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 OPS = attention.Ops(
@@ -31,6 +31,7 @@ OPS = attention.Ops(
     nn=jax.nn,
     fast_weight=fast_weight,
     feature_map=feature_map,
+    matmul=jnp.matmul,
     shape=jnp.shape,
     wide=lambda x: x.astype(_wide(x.dtype)),
     cast=lambda x, like: x.astype(like.dtype),

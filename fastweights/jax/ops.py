@@ -135,11 +135,25 @@ def _fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, mask, *, delta, be
             S, o = _scan(move, state, (*token, jnp.exp(log_decay)), packing)
             o = o[:, :, :, None]
         else:
-            prepared = core.prepare(*tokens, delta=delta, before=before, xp=jnp)
+            prepared = core.prepare(*tokens, delta=delta, before=before, xp=jnp, inverse=_inverse)
             S, o = _scan(core.advance, state, prepared, packing)
     o = jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, -1, H, V)  # (M, B, H, C, V) -> (B, M * C, H, V)
     o = o[:, :T] if packing is None else o[:, packing.place]
     return o.astype(q.dtype), S
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverse(L, xp):
+    """core.inverse with its own derivative, which needs none of its intermediate blocks."""
+    return core.inverse(L, xp)
+
+
+@_inverse.defjvp
+def _inverse_jvp(xp, primals, tangents):
+    with jax.default_matmul_precision("highest"):
+        Y, (dL,) = core.inverse(*primals, xp), tangents
+        dL = dL + Y @ dL
+        return Y, -(dL + dL @ Y)  # -(I + Y) dL (I + Y)
 
 
 def _wide(x):

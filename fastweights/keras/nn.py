@@ -26,11 +26,17 @@ def _wide(dtype):
     return "float64" if dtype == "float64" else "float32"
 
 
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x (B, T, D) @ weight (D, E): keras.ops.matmul loses float64 on torch; TensorFlow's @ is slow to differentiate."""
+    return ops.matmul(x, weight) if keras.backend.backend() == "tensorflow" else x @ ops.convert_to_tensor(weight)
+
+
 OPS = attention.Ops(
     xp=ops,
     nn=ops,
     fast_weight=fast_weight,
     feature_map=feature_map,
+    matmul=matmul,
     shape=ops.shape,
     wide=lambda x: ops.cast(x, _wide(dtype_name(x))),
     cast=lambda x, like: ops.cast(x, like.dtype),
@@ -274,4 +280,4 @@ def _weights(layer):
 
 
 def _to_numpy(w):
-    return np.asarray(ops.convert_to_numpy(ops.cast(w, "float32") if dtype_name(w) == "bfloat16" else w))
+    return np.array(ops.convert_to_numpy(ops.cast(w, "float32") if dtype_name(w) == "bfloat16" else w))

@@ -9,13 +9,21 @@ import numpy as np
 from keras import KerasTensor, ops
 
 from fastweights.core import FastWeightError
-from fastweights.keras.nn import Tensor, add_parameter, random_generator
+from fastweights.keras.nn import Tensor, add_parameter, matmul, random_generator
 from fastweights.recurrent import RNNState, check_activation, check_rates, layer_norm, settle
+
+def _tanh(x):
+    if keras.backend.backend() == "jax":  # where ops.tanh loses float64
+        import jax.numpy as jnp
+
+        return jnp.tanh(x)
+    return ops.tanh(x)
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": ops.relu,
-    "tanh": ops.tanh,
+    "tanh": _tanh,
     "sigmoid": ops.sigmoid,
 }
 
@@ -76,7 +84,7 @@ class FastWeightRNN(keras.layers.Layer):
         """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
         _check_input(x, self.inputs)
         W = ops.convert_to_tensor(self.W)
-        drive = ops.matmul(x, self.C) + self.bias
+        drive = matmul(x, self.C) + self.bias
         B, T, size = ops.shape(drive)
         if isinstance(T, int) and state is None and T < size:
             return self._attend(drive, W)
@@ -169,7 +177,7 @@ class FastWeightProgrammer(keras.layers.Layer):
         """y (B, T, outputs) and the fast weights (B, outputs, width) after x (B, T, inputs)."""
         _check_input(x, self.inputs)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        written = ops.matmul(x, self.slow)
+        written = matmul(x, self.slow)
         if state is None:
             state = ops.zeros((ops.shape(x)[0], self.outputs, self.width), written.dtype)
 

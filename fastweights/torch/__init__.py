@@ -3,19 +3,28 @@
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
+from fastweights.fwl import FWLOutput, FWLState
 from fastweights.recurrent import RNNState
+from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
+from fastweights.torch.fwl import FWLBlock, make_labels
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.ops import fast_weight, feature_map
 from fastweights.torch.recurrent import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
     "AttentionState",
+    "DynamicEvaluation",
+    "FWLBlock",
+    "FWLOutput",
+    "FWLState",
     "FastWeightAttention",
     "FastWeightError",
     "FastWeightProgrammer",
     "FastWeightRNN",
+    "GradientStatistics",
     "RNNState",
     "fast_weight",
     "favor_projection",
     "feature_map",
+    "make_labels",
 ]

@@ -47,10 +47,10 @@ class Segment:
         L = torch.bmm(self.bk, self.k.mT)
         return (L if self.G is None else L.mul_(self.G)).tril_(-1)
 
-    def decay_gradient(self, gq, gk, gr, ends):
+    def decay_gradient(self, gq, gk, ends):
         """Of log a, from the gradients of q and k: g_i scales what token i reads, 1 / g_i what it writes."""
         read = (self.raw_q * gq).sum(-1, keepdim=True)
-        total = read - (self.k * (gk + gr)).sum(-1, keepdim=True)
+        total = read - (self.k * gk).sum(-1, keepdim=True)
         total[:, -1:] += ends
         total = total.flip(1).cumsum(1).flip(1)  # log g_i holds log a_1 .. log a_i
         return total - read if self.offset else total
@@ -72,7 +72,7 @@ def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk
     saved = memory.new_empty(0), memory.new_empty(0), memory.new_empty(0)
     if save:
         saved = tuple(memory.new_empty(shape) for shape in saved_shapes(q, v, cu_seqlens, chunk_size, delta))
-    for a, b in layout.segments(max(K, V, chunk_size)):
+    for a, b in layout.segments(q, max(K, V, chunk_size)):
         segment = Segment(layout, a, b, q, k, v, beta, log_decay, before=before)
         X, u, S = (x[layout.span(a, b)] if len(x) else None for x in saved)
         S = segment.k.new_empty(len(segment.k), K, V) if S is None else S
@@ -83,14 +83,45 @@ def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk
             u = torch.bmm(X, values) if u is None else torch.bmm(X, values, out=u)
         else:
             u = values if u is None else u.copy_(values)
-        for rows, m in layout.steps(a, b):
-            S[rows] = memory[:m]
-            if delta:
-                u[rows].baddbmm_(W[rows], S[rows], alpha=-1)
-            start = S[rows] if segment.g_end is None else S[rows] * segment.g_end[rows]
-            torch.baddbmm(start, segment.kS[rows].mT, u[rows], out=memory[:m])
+        walk(layout.counts(a, b), memory, S, u, W, segment.kS.mT, segment.g_end)
         layout.put(o, torch.bmm(segment.within(), u).baddbmm_(segment.q, S), a, b)
     return o, layout.unsort(memory.unflatten(0, (-1, H))), *saved
+
+
+def walk(counts, memory, S, u, W, kT, g_end):
+    """Carry the memory over steps of `counts` rows: fill S with it before each step, turn u into u - W S."""
+    S, u, kT = (x.split(counts) for x in (S, u, kT))
+    W = [None] * len(counts) if W is None else W.split(counts)
+    g = [None] * len(counts) if g_end is None else g_end.split(counts)
+    S[0].copy_(memory[: counts[0]])
+    for i, n in enumerate(counts):
+        if W[i] is not None:
+            u[i].baddbmm_(W[i], S[i], alpha=-1)
+        straight = counts[i + 1 : i + 2] == [n]  # the next step has the same rows: write where it will read
+        after = S[i + 1] if straight else memory[:n]
+        torch.baddbmm(S[i] if g[i] is None else S[i] * g[i], kT[i], u[i], out=after)
+        if i + 1 < len(counts) and not straight:
+            S[i + 1].copy_(memory[: counts[i + 1]])
+
+
+def walk_back(counts, dS, after, dout, du, dy, segment, X):
+    """Carry the memory's gradient dS back: fill `after` with it after each step, complete du, fill dy."""
+    after, dout, du, dy, kS = (x.split(counts) for x in (after, dout, du, dy, segment.kS))
+    qT, bgkT = segment.q.mT.split(counts), segment.bgk.mT.split(counts)
+    XT = [None] * len(counts) if X is None else X.mT.split(counts)
+    g = [None] * len(counts) if segment.g_end is None else segment.g_end.split(counts)
+    after[-1].copy_(dS[: counts[-1]])
+    for i in reversed(range(len(counts))):
+        n = counts[i]
+        du[i].baddbmm_(kS[i], after[i])
+        straight = i > 0 and counts[i - 1] == n
+        before = after[i - 1] if straight else dS[:n]
+        torch.baddbmm(after[i] if g[i] is None else after[i] * g[i], qT[i], dout[i], out=before)
+        if XT[i] is not None:
+            torch.bmm(XT[i], du[i], out=dy[i])
+            before.baddbmm_(bgkT[i], dy[i], alpha=-1)
+        if i > 0 and not straight:
+            after[i - 1].copy_(dS[: counts[i - 1]])
 
 
 def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta, before, chunk_size):
@@ -102,22 +133,14 @@ def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta
         for x in (q, k, v, beta, log_decay)
     )
     dS = layout.sort(dfinal).flatten(0, 1)  # gradient of the memory, walking back
-    for a, b in reversed(layout.segments(max(K, V, chunk_size))):
+    for a, b in reversed(layout.segments(q, max(K, V, chunk_size))):
         segment = Segment(layout, a, b, q, k, v, beta, log_decay, before=before)
         X_, u_, S_ = (x[layout.span(a, b)] if len(x) else None for x in (X, u, S))
         dout = layout.take(do, a, b)
         du = torch.bmm(segment.within().mT, dout)
-        asked = torch.bmm(segment.q.mT, dout)  # by the queries, of the memory before each chunk
-        after = torch.empty_like(asked)  # gradient of the memory after each chunk
+        after = torch.empty_like(S_)  # gradient of the memory after each chunk
         dy = torch.empty_like(du) if delta else du  # gradient of the value to write, before the delta rule's solve
-        for rows, m in reversed(layout.steps(a, b)):
-            after[rows] = dS[:m]
-            du[rows].baddbmm_(segment.kS[rows], after[rows])
-            decayed = after[rows] if segment.g_end is None else after[rows] * segment.g_end[rows]
-            torch.add(asked[rows], decayed, out=dS[:m])
-            if delta:
-                torch.bmm(X_[rows].mT, du[rows], out=dy[rows])
-                dS[:m].baddbmm_(segment.bgk[rows].mT, dy[rows], alpha=-1)
+        walk_back(layout.counts(a, b), dS, after, dout, du, dy, segment, X_)
         dA = torch.bmm(dout, u_.mT).tril_(segment.offset)
         gq = torch.bmm(dout, S_.mT)  # of a query, as it reads
         gk = torch.bmm(u_, after.mT)  # of a key, as it writes
@@ -130,7 +153,7 @@ def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta
             ends = kept + (segment.k * gk).sum((-1, -2), keepdim=True)
         gq.baddbmm_(dA, segment.k)
         gk.baddbmm_(dA.mT, segment.raw_q)
-        gr = torch.zeros((), dtype=gk.dtype, device=gk.device)  # of a key, as it reads what it will overwrite (minus)
+        gr = None  # of a key, as it reads what it will correct, with its sign turned
         if delta:
             R = torch.bmm(dy, u_.mT).tril_(-1)
             gr = torch.bmm(dy, S_.mT)
@@ -141,12 +164,15 @@ def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta
             gk.baddbmm_(R.mT, segment.bk, alpha=-1)
         if dbeta is not None:
             gb = (dy * segment.v).sum(-1, keepdim=True)
-            layout.put(dbeta[..., None], gb.sub_((segment.k * gr).sum(-1, keepdim=True)) if delta else gb, a, b)
-            dy = dy * segment.beta
-            gr = gr * segment.beta
+            if gr is not None:
+                gb -= (segment.k * gr).sum(-1, keepdim=True)
+                gr.mul_(segment.beta)
+            layout.put(dbeta[..., None], gb, a, b)
+            dy.mul_(segment.beta)
         if dlog_decay is not None:
-            layout.put(dlog_decay[..., None], segment.decay_gradient(gq, gk, gr, ends), a, b)
+            turned = gk if gr is None else gk + gr
+            layout.put(dlog_decay[..., None], segment.decay_gradient(gq, turned, ends), a, b)
         layout.put(dq, gq, a, b)
-        layout.put(dk, gk.sub_(gr), a, b)
+        layout.put(dk, gk if gr is None else gk.sub_(gr), a, b)
         layout.put(dv, dy, a, b)
     return dq, dk, dv, dbeta, dlog_decay, layout.unsort(dS.unflatten(0, (-1, H)))

@@ -14,19 +14,27 @@ from fastweights.fwl import FWLOutput, FWLState
 from fastweights.torch import head
 from fastweights.torch.ops import fast_weight
 
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _cross_entropy(logits, labels):
+    flat = nn.functional.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
+    return flat.view(labels.shape)
+
+
 OPS = fwl.FWLOps(
     xp=torch,
     nn=nn.functional,
     fast_weight=fast_weight,
-    wide=lambda x: x if x.dtype == torch.float64 else x.float(),
+    wide=_wide,
     cast=lambda x, like: x.to(like.dtype),
     arange=lambda n, like: torch.arange(n, device=like.device),
     stop=lambda x: x.detach(),
     head=head.head,
     loss=head.loss,
-    cross_entropy=lambda logits, labels: nn.functional.cross_entropy(
-        OPS.wide(logits).flatten(0, -2), labels.flatten(), reduction="none"
-    ).view(labels.shape),
+    cross_entropy=_cross_entropy,
 )
 
 
@@ -61,7 +69,10 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     """
 
     cls_to_become = None  # stays what it is once the input width is known
-    dense1: nn.Parameter
+    dense1: nn.Parameter | UninitializedParameter
+    unembed: nn.Parameter
+    unembed_bias: nn.Parameter | None
+    scale: nn.Parameter
 
     def __init__(
         self,
@@ -154,7 +165,9 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def init_state(self, batch: int) -> FWLState:
         """The state before the first token, for `step`."""
         if self.has_uninitialized_params():
-            raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or one call before init_state")
+            raise FastWeightError(
+                "inputs is not known yet; expected FWLBlock(..., inputs=D) or one call before init_state"
+            )
         c, like = self.config, self.scale
         inputs = self.dense1.shape[0]
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -205,9 +218,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         got = tuple(state.dense1.shape)
         expected = (sequences, 1, self.dense1.shape[0] + 1, self.config.hidden_width)
         if got != expected:
-            raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: a state of {got[0]} sequences "
-                                  f"cannot go on with {sequences}" if got[1:] == expected[1:] else
-                                  f"state.dense1 has shape {got}; expected {expected}: the state of another block")  # fmt: skip
+            why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"
+            raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: {why}")
 
     def extra_repr(self) -> str:
         c = self.config

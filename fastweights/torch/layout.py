@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastweights.core import check_offsets
 
-SEGMENT = 2**19  # numbers per packed tensor of a segment: a dozen of them stay in a cache of 32 MiB
+SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -47,8 +47,10 @@ class Layout:
         self.order = order.to(device)
         self.tokens = torch.where(real, start[order[row], None] + within, -1).to(device)  # (rows, C), -1 for padding
 
-    def segments(self, width: int) -> list[tuple[int, int]]:
-        """Ranges of steps whose packed tensors, `width` numbers per token, fit the cache."""
+    def segments(self, x: Tensor, width: int) -> list[tuple[int, int]]:
+        """Ranges of steps whose packed tensors, `width` numbers per token, fit the cache; beside x, on a GPU, all."""
+        if self.sizes and not x.is_cpu:
+            return [(0, len(self.sizes))]
         ranges: list[tuple[int, int]] = []
         a = 0
         for b in range(1, len(self.sizes) + 1):
@@ -62,11 +64,9 @@ class Layout:
         """Rows of steps [a, b), heads unrolled."""
         return slice(self.starts[a] * self.H, self.starts[b] * self.H)
 
-    def steps(self, a: int, b: int) -> list[tuple[slice, int]]:
-        """Per step of [a, b): its rows within the segment, and how many they are, heads unrolled."""
-        spans = [self.span(s, s + 1) for s in range(a, b)]
-        first = self.span(a, b).start
-        return [(slice(span.start - first, span.stop - first), span.stop - span.start) for span in spans]
+    def counts(self, a: int, b: int) -> list[int]:
+        """Rows of each step of [a, b), heads unrolled."""
+        return [size * self.H for size in self.sizes[a:b]]
 
     def take(self, x: Tensor, a: int, b: int) -> Tensor:
         """Steps [a, b) of x (B, T, H, width) as (rows * H, C, width) in the working dtype, zero in the padding."""

@@ -16,6 +16,7 @@ OPS = attention.Ops(
     nn=nn.functional,
     fast_weight=fast_weight,
     feature_map=feature_map,
+    matmul=torch.matmul,
     shape=lambda x: x.shape,
     wide=lambda x: x if x.dtype == torch.float64 else x.float(),
     cast=lambda x, like: x.to(like.dtype),
@@ -154,8 +155,8 @@ def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
 
     They are the names of the state_dict. FAVOR+ adds "projection" and "draws".
     """
-    return {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
-            for name, x in _weights(module).items()}  # fmt: skip
+    weights = _weights(module).items()
+    return {name: np.array((x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)) for name, x in weights}
 
 
 @torch.no_grad()

@@ -1,0 +1,22 @@
+"""Language models with fast weights: train, evaluate, generate, read a document into a memory.
+
+    from fastweights.lm import load
+
+    model = load("runs/first")
+    memory = model.read(b"def area(radius):")
+    memory.save("area.memory")
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {"Config": "config", "LanguageModel": "model", "Memory": "memory", "load": "folder", "train": "train"}
+
+__all__ = ["Config", "LanguageModel", "Memory", "load", "train"]  # noqa: F822 - imported on first use
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are first asked for: the program reads `config` alone to answer --help."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastweights.lm' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fastweights.lm.{_HOME[name]}"), name)

@@ -1,0 +1,130 @@
+"""What a training run depends on: one frozen dataclass, from which the flags of `fastweights train` come."""
+
+import re
+from dataclasses import Field, asdict, dataclass, field, fields
+from typing import Any
+
+from fastweights.core import FastWeightError
+from fastweights.layers import PRESETS as LAYER_PRESETS
+
+# Name of a model's mixer -> preset of FastWeightAttention and what changes. Without decay or delta rule a memory does
+# not know the order of what it holds; a convolution of four tokens tells it.
+MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear-transformer", dict(conv=4)),
+    "performer": ("performer", dict(conv=4)),
+    "delta": ("deltanet", {}),
+    "gated-delta": ("gated-deltanet", {}),
+} | {name: (name, {}) for name in LAYER_PRESETS}
+OTHERS = ("transformer", "softmax", "lstm")
+
+# Where they differ from the defaults below.
+PRESETS: dict[str, dict[str, Any]] = {
+    "laptop": {},
+    "gpu": dict(dim=768, heads=12, depth=12, tokenizer="bpe:16384", length=1024, batch=32, steps=20_000, warmup=500,
+                lr=6e-4, eval_every=500),
+    "paper-small": dict(model="delta-network", dim=128, heads=8, depth=16, ff="relu", hidden=2048, dropout=0.1,
+                        length=256, batch=96, steps=500_000, warmup=2000, lr=2.5e-4, final_lr=0.0, clip=0.25,
+                        weight_decay=0.0, seed=1111, context="packed", eval_every=4000),
+    "paper-medium": dict(model="delta-network", dim=256, heads=8, depth=16, ff="relu", hidden=2048, dropout=0.1,
+                         length=384, batch=56, steps=400_000, warmup=2000, lr=2.5e-4, final_lr=0.0, clip=0.25,
+                         weight_decay=0.0, seed=1111, context="packed", eval_every=4000),
+}  # fmt: skip
+
+CHOICES = dict(
+    ff=("swiglu", "relu"), head=("linear", "fwl"), context=("carried", "packed"), parallel=("none", "ddp", "fsdp"),
+    dtype=("auto", "float32", "bfloat16"), device=("auto", "cpu", "cuda"), preset=tuple(PRESETS),
+)  # fmt: skip
+
+
+def _of(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a training run depends on. `Config.of("gpu", dim=512)` is a preset with changes."""
+
+    data: str = _of("stdlib", "stdlib, a file, a folder, or hf:NAME[:CONFIG].")
+    tokenizer: str = _of("bytes", "bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")
+    model: str = _of("delta", "transformer, linear, performer, delta, gated-delta or lstm.")
+    layers: str = _of("", 'Pattern that replaces --model and --depth, such as "delta*3,softmax".')
+    depth: int = _of(4, "Number of blocks.")
+    dim: int = _of(128, "Width.")
+    heads: int = _of(4, "Memories or attention heads per block.")
+    ff: str = _of("swiglu", "Feed-forward: swiglu or relu.")
+    hidden: int = _of(0, "Its width; 0 for 4 dim (relu) or 8/3 dim (swiglu).")
+    head: str = _of("linear", "Output: linear, or fwl, a Fast Weight Layer.")
+    fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
+    dropout: float = _of(0.0, "After every mixer and feed-forward.")
+    window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
+    context: str = _of("carried", "carried: memory goes on between segments; packed: every segment starts anew.")
+    length: int = _of(256, "Tokens per segment, the span of backpropagation.")
+    batch: int = _of(16, "Segments per step and device.")
+    accumulate: int = _of(1, "Batches per step.")
+    steps: int = _of(1000, "Steps of the optimiser.")
+    minutes: float = _of(0.0, "Finish within this time, the schedule included; 0 for no limit.")
+    lr: float = _of(3e-3, "Peak learning rate.")
+    final_lr: float = _of(0.05, "Share of it at the end of the cosine.")
+    warmup: int = _of(50, "Steps of linear warm-up.")
+    clip: float = _of(1.0, "Largest length of the gradient.")
+    weight_decay: float = _of(0.1, "Of matrices.")
+    seed: int = _of(0, "Of weights, order of documents and dropout.")
+    eval_every: int = _of(200, "Steps between validations and checkpoints.")
+    device: str = _of("auto", "auto, cpu or cuda.")
+    dtype: str = _of("auto", "auto (bfloat16 on a GPU), float32 or bfloat16.")
+    compile: bool = _of(False, "Compile the blocks with torch.compile.")
+    checkpointing: bool = _of(False, "Recompute blocks in the backward pass to save memory.")
+    parallel: str = _of("none", "Under torchrun: ddp or fsdp.")
+
+    def __post_init__(self):
+        for name, choices in CHOICES.items():
+            if getattr(self, name, choices[0]) not in choices:
+                raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")
+        for name in ("depth", "dim", "heads", "length", "batch", "accumulate", "steps", "eval_every"):
+            if getattr(self, name) < 1:
+                raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.dim % (2 * self.heads):
+            raise FastWeightError(f"dim is {self.dim}; expected a multiple of {2 * self.heads}: heads are "
+                                  f"{self.heads}, each of an even width")  # fmt: skip
+        if not 0 <= self.dropout < 1:
+            raise FastWeightError(f"dropout is {self.dropout}; expected from 0 to below 1: the share left out")
+        self.mixers  # noqa: B018 - its checks
+
+    @classmethod
+    def of(cls, preset: str = "laptop", **changes: Any) -> "Config":
+        """The preset with changes."""
+        if preset not in PRESETS:
+            raise FastWeightError(f"preset is {preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
+        unknown = set(changes) - {f.name for f in fields(cls)}
+        if unknown:
+            raise FastWeightError(f"config has {', '.join(sorted(unknown))}; expected fields of Config")
+        return cls(**(PRESETS[preset] | changes))
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The mixer of each block: `delta*3,softmax` is three delta blocks and one of softmax."""
+        names: list[str] = []
+        for part in (self.layers or f"{self.model}*{self.depth}").split(","):
+            match = re.fullmatch(r"\s*([\w-]+?)\s*(?:\*\s*(\d+))?\s*", part)
+            if not match or match[1] not in (*MIXERS, *OTHERS):
+                where = f"layers is {self.layers!r}" if self.layers else f"model is {self.model!r}"
+                known = ", ".join(dict.fromkeys([*OTHERS, *MIXERS]))
+                raise FastWeightError(f'{where}; expected names such as "delta*3,softmax" of: {known}')
+            names += [match[1]] * int(match[2] or 1)
+        if not names:
+            raise FastWeightError(f"layers is {self.layers!r}; expected at least one block")
+        return tuple(names)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the shape and meaning of the model's weights."""
+        names = ("dim", "heads", "ff", "hidden", "head", "fast_hidden", "window", "length")
+        return {"mixers": list(self.mixers)} | {n: getattr(self, n) for n in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def flags() -> list[Field]:
+    """The fields, for whoever builds flags of them."""
+    return list(fields(Config))

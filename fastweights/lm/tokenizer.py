@@ -1,0 +1,118 @@
+"""Bytes to numbers and back. The last number of every vocabulary marks the start of a document."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastweights.core import FastWeightError
+
+FILE = "tokenizer.json"
+
+
+class Bytes:
+    """Every byte is a token."""
+
+    size = 257
+    start = 256
+    name = "bytes"
+
+    def encode(self, data: bytes) -> np.ndarray:
+        return np.frombuffer(data, np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        return bytes(t for t in tokens if t < 256)
+
+    def lengths(self) -> np.ndarray:
+        """Bytes per token."""
+        return np.r_[np.ones(256, np.int64), 0]
+
+    def save(self, folder: Path) -> None:
+        """Nothing to save."""
+
+
+class Subwords:
+    """A tokenizer of the `tokenizers` library.
+
+    Ours see each byte as the character of that number (Latin-1), so that any bytes, text or not, come back as they
+    were. Others see UTF-8; bytes that are not become U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.start = tokenizer.get_vocab_size()
+        self.size = self.start + 1
+        alphabet = tokenizer.get_vocab()
+        self.latin = all(chr(b) in alphabet for b in range(256))
+        self.name = "bpe-" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:12]
+
+    @classmethod
+    def train(cls, size: int, texts: Iterable[bytes]) -> "Subwords":
+        _need()
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        if size < 257:
+            raise FastWeightError(f"tokenizer is 'bpe:{size}'; expected a size of at least 257: every byte and more")
+        tokenizer = Tokenizer(models.BPE())
+        words = Regex(r" ?[A-Za-z_\x80-\xff]+| ?\d{1,3}| ?[^\sA-Za-z_\x80-\xff\d]+|\n[ \t]*|\s+(?!\S)|\s")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=[chr(b) for b in range(256)],
+                                      show_progress=False, special_tokens=[])  # fmt: skip
+        tokenizer.train_from_iterator((t.decode("latin-1") for t in texts), trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def read(cls, path: Path) -> "Subwords":
+        _need()
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception
+            raise FastWeightError(f"tokenizer {path} cannot be read: {error}; expected a file of tokenizers") from None
+
+    def encode(self, data: bytes) -> np.ndarray:
+        text = data.decode("latin-1") if self.latin else data.decode("utf-8", "replace")
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        known = [int(t) for t in tokens if t < self.start]
+        if self.latin:
+            return "".join(self.tokenizer.id_to_token(t) for t in known).encode("latin-1")
+        return self.tokenizer.decode(known).encode()
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(self.decode([t])) for t in range(self.start)] + [0], np.int64)
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(str(folder / FILE))
+
+
+def make(spec: str, texts: Iterable[bytes]) -> Bytes | Subwords:
+    """`bytes`, `bpe:SIZE` trained on texts, or a file."""
+    if spec == "bytes":
+        return Bytes()
+    if spec.startswith("bpe:"):
+        if not spec[4:].isdigit():
+            raise FastWeightError(f"tokenizer is {spec!r}; expected bpe:SIZE, such as bpe:4096")
+        return Subwords.train(int(spec[4:]), texts)
+    if not Path(spec).is_file():
+        raise FastWeightError(f"tokenizer is {spec!r}; expected bytes, bpe:SIZE or an existing tokenizer.json")
+    return Subwords.read(Path(spec))
+
+
+def load(folder: Path) -> Bytes | Subwords:
+    """The tokenizer of a run or cache folder."""
+    return Subwords.read(folder / FILE) if (folder / FILE).exists() else Bytes()
+
+
+def _need() -> None:
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError:
+        raise FastWeightError(
+            "this tokenizer needs tokenizers, not installed; pip install 'fastweights[lm]', or use --tokenizer bytes"
+        ) from None

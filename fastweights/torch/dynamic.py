@@ -1,0 +1,264 @@
+"""Dynamic evaluation: score a text with a model that keeps training on it (Krause et al. 2018, 2019).
+
+The text is cut into segments. Each is scored first, then learned from, so no score has seen its own token:
+
+    sgd       theta <- theta - lr g + decay (theta_0 - theta)
+    rms       theta <- theta - lr g / (r + eps) + min(decay r / r_mean, 1) (theta_0 - theta)
+    rms-sum   theta <- theta - lr g / (s + eps) + decay s (theta_0 - theta)
+
+theta_0 are the trained weights, g the segment's gradient, r the root of the mean squared gradient over training
+batches, r_mean its mean over tensors, s the root of the sum of squares (the form of the Transformer-XL experiments).
+"""
+
+import fnmatch
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.core import FastWeightError
+
+RULES = ("sgd", "rms", "rms-sum")
+
+PRESETS: dict[str, dict[str, Any]] = {  # the published settings
+    "awd-lstm-ptb": dict(rule="rms", segment=5, lr=5e-5, decay=2e-3, eps=2e-5),
+    "qrnn-ptb": dict(rule="rms", segment=20, lr=1.2e-4, decay=0.02, eps=2e-5),
+    "qrnn-wikitext-2": dict(rule="rms", segment=20, lr=1.2e-4, decay=0.008, eps=2e-5),
+    "transformer-xl-wikitext-103": dict(rule="rms-sum", segment=128, lr=2e-6, decay=0.0, eps=1e-5),
+    "transformer-xl-enwik8": dict(rule="rms-sum", segment=128, lr=1.2e-5, decay=24.0, eps=1e-4),
+    "transformer-xl-text8": dict(rule="rms-sum", segment=128, lr=1.5e-5, decay=24.0, eps=1e-4),
+}
+
+Call = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]]
+
+
+def call_model(model: nn.Module, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """(logits (B, T, V), state) of a language model: a Hugging Face one, or one that returns logits, or both."""
+    out = model(tokens) if state is None else model(tokens, state)
+    if hasattr(out, "logits"):
+        return out.logits, None
+    return out if isinstance(out, tuple) else (out, None)
+
+
+@dataclass(frozen=True)
+class DynamicResult:
+    """Losses in nats per token, before the model learned from it: (B, T - 1)."""
+
+    losses: Tensor
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        return float(self.losses.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean)
+
+
+class GradientStatistics(dict[str, Tensor]):
+    """Mean squared gradients by parameter name, over `batches` batches of training data."""
+
+    batches: int = 0
+
+    @classmethod
+    def collect(
+        cls, model: nn.Module, data: Iterable[Tensor], *, call: Call = call_model, progress: bool = False
+    ) -> "GradientStatistics":
+        """Over batches of training tokens (B, T), with the model in evaluation mode."""
+        found, training = cls(), model.training
+        model.eval()
+        try:
+            for tokens in _track(data, "gradient statistics", progress):
+                loss = token_losses(call(model, tokens[:, :-1], None)[0], tokens[:, 1:]).mean()
+                named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+                grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+                for (name, p), g in zip(named.items(), grads, strict=True):
+                    found[name] = found.get(name, torch.zeros_like(p)) + (0 if g is None else g.detach() ** 2)
+                found.batches += 1
+        finally:
+            model.train(training)
+        if not found.batches:
+            raise FastWeightError("data has no batches; expected at least one batch of training tokens (B, T)")
+        for name in found:
+            found[name] /= found.batches
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write as safetensors, to a temporary name first."""
+        from safetensors.torch import save_file
+
+        temporary = Path(path).with_name(Path(path).name + ".part")
+        save_file({n: x.contiguous() for n, x in self.items()}, temporary, metadata={"batches": str(self.batches)})
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "GradientStatistics":
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            found = cls({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118 - not a dict
+            found.batches = int(file.metadata()["batches"])
+        return found
+
+
+class DynamicEvaluation:
+    """Score text while learning from it; the model is as before when the block ends.
+
+        >>> model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
+        >>> with DynamicEvaluation(model, rule="sgd", lr=0.5) as dynamic:
+        ...     result = dynamic.run(torch.randint(20, (1, 100)))
+        >>> result.losses.shape
+        torch.Size([1, 99])
+
+    Args:
+        model: a language model: tokens (B, T) -> logits (B, T, V), a Hugging Face output, or (logits, state).
+        rule: "sgd", "rms" or "rms-sum"; the last two need `statistics`.
+        lr, decay, eps: as in the rules; decay pulls the weights back to the trained ones.
+        segment: tokens scored between two updates.
+        context: tokens before a segment that are fed again with it, unscored, for models without a carried state.
+        carry: pass the state a model returns to its next call: model(tokens, state) -> (logits, state).
+        parameters: which adapt: name patterns such as "*.mlp.*"; all that require gradients when "*".
+        statistics: `GradientStatistics.collect(model, batches)` on training data.
+        clip: largest norm of a segment's gradient.
+        call: how to call an unusual model: (model, tokens, state) -> (logits, state).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rule: str = "sgd",
+        lr: float = 1e-3,
+        decay: float = 0.0,
+        eps: float = 1e-5,
+        segment: int = 64,
+        context: int = 0,
+        carry: bool = False,
+        parameters: str | Sequence[str] = "*",
+        statistics: GradientStatistics | None = None,
+        clip: float | None = None,
+        call: Call = call_model,
+    ):
+        if rule not in RULES:
+            raise FastWeightError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}")
+        if segment < 1:
+            raise FastWeightError(f"segment is {segment}; expected at least 1 token between updates")
+        if carry and context:
+            raise FastWeightError(f"context is {context} with carry=True; expected one: a carried state holds the past")
+        if rule != "sgd" and statistics is None:
+            raise FastWeightError(f"statistics is missing for rule={rule!r}; expected GradientStatistics.collect(model, "
+                                  "batches) on training data, by which it scales each weight's step")  # fmt: skip
+        patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+        named = {n: p for n, p in model.named_parameters() if any(fnmatch.fnmatchcase(n, x) for x in patterns)}
+        if not named:
+            raise FastWeightError(f"parameters is {parameters!r}, which matches none; expected patterns of names such "
+                                  f"as {', '.join(n for n, _ in list(model.named_parameters())[:3])}")  # fmt: skip
+        missing = [n for n in named if statistics is not None and n not in statistics]
+        if missing:
+            raise FastWeightError(f"statistics has no {missing[0]!r}; expected those of this model's parameters")
+        self.model, self.rule, self.lr, self.decay, self.eps = model, rule, lr, decay, eps
+        self.segment, self.context, self.carry, self.clip, self.call = segment, context, carry, clip, call
+        self.named, self.statistics = named, statistics
+        self._before: list[tuple[Tensor, bool]] | None = None
+
+    @classmethod
+    def preset(cls, name: str, model: nn.Module, **changes: Any) -> "DynamicEvaluation":
+        """The settings of a published experiment, such as "awd-lstm-ptb" or "transformer-xl-enwik8"."""
+        if name not in PRESETS:
+            raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
+        return cls(model, **(PRESETS[name] | changes))
+
+    def __enter__(self) -> "DynamicEvaluation":
+        self._training = self.model.training
+        self._asked = [p.requires_grad for p in self.model.parameters()]
+        self._trained = {n: p.detach().clone() for n, p in self.named.items()}
+        self._scales = self._scale() if self.statistics is not None else None
+        for p in self.model.parameters():
+            p.requires_grad_(False)
+        for p in self.named.values():
+            p.requires_grad_(True)
+        self.model.eval()
+        return self
+
+    def __exit__(self, *failure) -> None:
+        with torch.no_grad():
+            for n, p in self.named.items():
+                p.copy_(self._trained[n])
+        for p, asked in zip(self.model.parameters(), self._asked, strict=True):
+            p.requires_grad_(asked)
+        self.model.train(self._training)
+        del self._trained, self._scales
+
+    def reset(self) -> None:
+        """Back to the trained weights, for a new document."""
+        with torch.no_grad():
+            for n, p in self.named.items():
+                p.copy_(self._trained[n])
+
+    def run(self, tokens: Tensor, *, progress: bool = False) -> DynamicResult:
+        """Score tokens (B, T), learning as it goes; call again to go on with the same document."""
+        if not hasattr(self, "_trained"):
+            raise FastWeightError("run was called outside its block; expected `with DynamicEvaluation(...) as dynamic`: "
+                                  "leaving the block restores the model")  # fmt: skip
+        if tokens.dim() != 2 or tokens.shape[1] < 2:
+            raise FastWeightError(f"tokens has shape {tuple(tokens.shape)}; expected (B, T) with T >= 2")
+        start, state, losses = time.perf_counter(), None, []
+        starts = range(0, tokens.shape[1] - 1, self.segment)
+        for a in _track(starts, "dynamic evaluation", progress):
+            b = min(a + self.segment, tokens.shape[1] - 1)
+            first = max(0, a - self.context)
+            logits, state = self.call(self.model, tokens[:, first:b], state)
+            state = _detached(state) if self.carry else None
+            loss = token_losses(logits[:, a - first :], tokens[:, a + 1 : b + 1])
+            losses.append(loss.detach())
+            self._learn(loss.mean())
+        return DynamicResult(torch.cat(losses, 1), time.perf_counter() - start)
+
+    def _learn(self, loss):
+        grads = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
+        with torch.no_grad():
+            shrink = 1.0
+            if self.clip is not None:
+                norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
+                shrink = (self.clip / (norm + 1e-12)).clamp(max=1.0)
+            for (name, p), g in zip(self.named.items(), grads, strict=True):
+                divide, pull = (1.0, self.decay) if self._scales is None else self._scales[name]
+                back = (self._trained[name] - p) * pull if self.decay else 0.0
+                if g is not None:
+                    p -= self.lr * shrink * g / divide
+                p += back
+
+    def _scale(self):
+        """Per parameter: what divides its gradient, and how strongly it is pulled back."""
+        assert self.statistics is not None
+        roots = {n: self.statistics[n].to(p.device, p.dtype).sqrt() for n, p in self.named.items()}
+        if self.rule == "sgd":
+            return None
+        if self.rule == "rms-sum":
+            roots = {n: r * math.sqrt(self.statistics.batches) for n, r in roots.items()}
+            return {n: (r + self.eps, self.decay * r) for n, r in roots.items()}
+        mean = torch.stack([r.mean() for r in roots.values()]).mean()
+        return {n: (r + self.eps, (self.decay * r / mean).clamp(max=1.0)) for n, r in roots.items()}
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy (B, T) in nats of logits (B, T, V)."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+def _detached(state):
+    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
+
+
+def _track(items, name, show):
+    if not show:
+        return items
+    from rich.progress import track
+
+    return track(items, description=name)
