@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastweights.core import FastWeightError, dtype_name
-from fastweights.features import EPS
+from fastweights.features import EPS, unit
 from fastweights.layers import NORMS
 
 NORM_EPS = 1e-6  # of the output's RMS norm; the frameworks' own defaults differ
@@ -36,6 +36,7 @@ class Ops(NamedTuple):
     fast_weight: Callable
     feature_map: Callable
     matmul: Callable  # x (B, T, D), weight (D, E)
+    split: Callable  # x, sizes: along the last axis
     shape: Callable  # of x; axes of unknown length as tensors
     wide: Callable  # x in float32, or float64 if it is that
     cast: Callable  # x in the dtype of `like`
@@ -55,24 +56,23 @@ def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="aut
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
         x = xp.where(mask[..., None], x, xp.zeros_like(x))
     projected = ops.matmul(x, p["in_proj"])
-    qkv, rest, at = projected[..., : config.channels], {}, config.channels
-    for name in ("gate", "beta", "decay"):
-        rest[name] = projected[..., at : at + config.sections[name]]
-        at += config.sections[name]
+    widths = config.sections
+    qkv, gate, raw_beta, raw_decay = ops.split(
+        projected, [config.channels, widths["gate"], widths["beta"], widths["decay"]]
+    )
     if config.conv:
         qkv, conv = convolve(ops, p["conv"], qkv, conv, cu_seqlens, mask)
-    keys, groups = config.groups * config.key_width, config.groups
-    q, k = _heads(ops, qkv[..., :keys], groups), _heads(ops, qkv[..., keys : 2 * keys], groups)
-    v = _heads(ops, qkv[..., 2 * keys :], config.heads)
+    q, k, v = ops.split(qkv, [widths["q"], widths["k"], widths["v"]])
+    q, k, v = _heads(ops, q, config.groups), _heads(ops, k, config.groups), _heads(ops, v, config.heads)
     v = nn.silu(v) if config.conv else v
     how = dict(cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
-    how["log_decay"] = log_decay = _log_decay(config, ops, p, rest["decay"], v)
-    beta = config.beta_max * nn.sigmoid(ops.wide(rest["beta"])) if config.has_beta else None
+    how["log_decay"] = log_decay = _log_decay(config, ops, p, raw_decay, v)
+    beta = config.beta_max * nn.sigmoid(ops.wide(raw_beta)) if config.has_beta else None
     o, memory, z = mix(config, ops, q, k, v, beta, log_decay, memory, z, p.get("projection"), how)
     if config.out_norm:
-        o = ops.cast(_rms_norm(xp, ops.wide(o), ops.wide(p["out_norm"])), o)
+        o = ops.cast(_rms_norm(ops, ops.wide(o), ops.wide(p["out_norm"])), o)
     if config.gate:
-        o = o * nn.silu(_heads(ops, rest["gate"], config.heads))
+        o = o * nn.silu(_heads(ops, gate, config.heads))
     B, T = ops.shape(o)[:2]
     y = ops.matmul(xp.reshape(o, (B, T, config.heads * config.value_width)), p["out_proj"])
     return y, AttentionState(memory, z, conv)
@@ -204,8 +204,10 @@ def _heads(ops, x, heads):
     return ops.xp.reshape(x, (B, T, heads, x.shape[-1] // heads))
 
 
-def _rms_norm(xp, x, weight):
-    return x / xp.sqrt(xp.sum(x * x, -1) / x.shape[-1] + NORM_EPS)[..., None] * weight
+def _rms_norm(ops, x, weight):
+    """x / sqrt(mean x^2 + eps) * weight, as a vector of unit length times sqrt(width)."""
+    width = x.shape[-1]
+    return unit(x, width * NORM_EPS, ops.xp, ops.nn) * (weight * width**0.5)
 
 
 def _present(xp, x, empty=DIVISION_EPS):

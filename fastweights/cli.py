@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 import fastweights
 from fastweights.core import FastWeightError
+from fastweights.lm.cli import COMMANDS as lm_commands
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -239,3 +240,42 @@ def memory(
     except Disagreement as error:
         _fail(str(error), 1)
     console.print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@bench.command()
+def layers(
+    name: Annotated[list[str] | None, typer.Option(help="A preset, or 'default'; repeatable. All when absent.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples; 20 when absent.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes and 2 samples: does it run?")] = False,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, writable=True, help="Where to write all numbers.", show_default=False)
+    ] = None,
+) -> None:
+    """Time layers beside their projections alone and their memory alone, forward+backward.
+
+    For example: `fastweights bench layers --name default --name gated-deltanet`
+    """
+    _need_torch("bench layers")
+    from fastweights.bench import layers as bench_layers
+    from fastweights.bench import report
+    from fastweights.bench.agree import Disagreement
+
+    for each in name or ():
+        if each not in bench_layers.NAMES:
+            raise FastWeightError(f"--name is {each!r}; expected one of {', '.join(bench_layers.NAMES)}")
+    names = name or bench_layers.NAMES
+    sizes = bench_layers.SMOKE if smoke else bench_layers.DEFAULT
+    path = json or report.default_path("cpu", "layers" + "-smoke" * smoke)
+    _make_folder(path.parent)
+    try:
+        with report.progress(len(names)) as advance:
+            results = bench_layers.run(names, **sizes, repeats=repeats or (2 if smoke else 20), advance=advance)
+    except Disagreement as error:
+        _fail(str(error), 1)
+    bench_layers.show(results, Console(), **sizes)
+    report.write(path, report.payload("cpu") | {"layers": bench_layers.payload(results, sizes)})
+    Console().print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+for _name, _command in lm_commands.items():
+    app.command(_name)(_command)

@@ -9,7 +9,7 @@
     favor-M      positive random features of the softmax kernel, M directions
                  (FAVOR+, Choromanski 2021)                                                2 M
 
-`xp` is the array namespace (numpy's spelling), `nn` where `silu` lives: (torch, torch.nn.functional),
+`xp` is the array namespace (numpy's spelling), `nn` where `silu` lives: (torch, fastweights.torch.functional),
 (jax.numpy, jax.nn), (keras.ops, keras.ops). Inputs are float32 or wider: the frameworks cast around the call, so
 that bfloat16 loses nothing but the rounding of its input and output.
 """
@@ -57,9 +57,9 @@ class FeatureMap:
             raise FastWeightError(f"projection is {'missing' if self.random else 'given'} for features {self.name!r}; "
                                   "expected a (M, d) projection for favor-M and none otherwise")  # fmt: skip
         if self.kind == "favor":
-            return normalise(_favor(x, projection, xp, rescale=norm != "none"), norm, xp)
+            return normalise(_favor(x, projection, xp, rescale=norm != "none"), norm, xp, nn, positive=True)
         phi = {"identity": _identity, "relu": _relu, "silu": _silu, "elu+1": _elu_plus_one, "dpfp": _dpfp}[self.kind]
-        return normalise(phi(x, xp, nn, self.size), norm, xp)
+        return normalise(phi(x, xp, nn, self.size), norm, xp, nn, positive=self.kind not in ("identity", "silu"))
 
 
 def parse(name):
@@ -82,7 +82,7 @@ def _identity(x, xp, nn, size):
 
 
 def _relu(x, xp, nn, size):
-    return xp.where(x > 0, x, 0.0)
+    return nn.relu(x)
 
 
 def _silu(x, xp, nn, size):
@@ -113,20 +113,27 @@ def _favor(x, projection, xp, *, rescale):
     return xp.exp(u - 0.5 * xp.sum(x * x, -1)[..., None] - 0.5 * math.log(2 * M))
 
 
-def normalise(x, norm, xp):
+def unit(x, eps, xp, nn):
+    """x / sqrt(sum x^2 + eps) over the last axis; a framework may bring its own."""
+    own = getattr(nn, "unit", None)
+    return x * (1.0 / xp.sqrt(xp.sum(x * x, -1) + eps))[..., None] if own is None else own(x, eps)
+
+
+def normalise(x, norm, xp, nn, *, positive=False):
     """x / sum |x_j| (sum), x / |x| (l2), x / max |x_j| (max), sign(x) sqrt(|x| / sum |x_j|) (hellinger), or x (none).
 
-    Over the last axis; zero stays zero.
+    Over the last axis; zero stays zero. positive: no feature is negative, so |x_j| is x_j.
     """
+    size = (lambda y: y) if positive else xp.abs
     if norm == "sum":
-        return x / (xp.sum(xp.abs(x), -1) + EPS)[..., None]
+        return x * (1.0 / (xp.sum(size(x), -1) + EPS))[..., None]
     if norm == "l2":
-        return x / xp.sqrt(xp.sum(x * x, -1) + EPS)[..., None]
+        return unit(x, EPS, xp, nn)
     if norm == "hellinger":
-        share = x / (xp.sum(xp.abs(x), -1) + EPS)[..., None]
-        return share / xp.sqrt(xp.abs(share) + EPS)  # a slope of 1 / sqrt(EPS) at 0 instead of an infinite one
+        share = x * (1.0 / (xp.sum(size(x), -1) + EPS))[..., None]
+        return share / xp.sqrt(size(share) + EPS)  # a slope of 1 / sqrt(EPS) at 0 instead of an infinite one
     if norm == "max":
-        return x / (xp.amax(xp.abs(x), -1) + EPS)[..., None]
+        return x * (1.0 / (xp.amax(size(x), -1) + EPS))[..., None]
     return x
 
 

@@ -12,6 +12,7 @@ always 1. Shapes: B batch, T tokens, D width of the body, F hidden width, size, 
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ class FWLOps(NamedTuple):
     head: Callable  # n, unembed, bias, labels -> loss per token and its gradient at n, differentiable
     loss: Callable  # the same, loss alone
     cross_entropy: Callable  # logits, labels -> loss per token
+    matmul: Callable = operator.matmul  # (..., K) times a matrix
 
 
 class FWLState(NamedTuple):
@@ -138,10 +140,10 @@ class Slow(NamedTuple):
 
 
 def slow_pass(config, ops, p, x):
-    h1 = x @ p["dense1"] + p["bias1"]
+    h1 = ops.matmul(x, p["dense1"]) + p["bias1"]
     r = ops.nn.relu(h1)
     a = r * r
-    xhat, std = _standardise(config, ops, a @ p["dense2"] + p["bias2"])
+    xhat, std = _standardise(config, ops, ops.matmul(a, p["dense2"]) + p["bias2"])
     return Slow(h1, a, xhat, std, xhat * p["scale"] + p["shift"])
 
 
@@ -150,7 +152,7 @@ def slow_backward(config, ops, p, slow, dn):
     dxhat = dn * p["scale"]
     mean = lambda y: ops.xp.sum(y, -1)[..., None] / config.size  # noqa: E731
     g2 = (dxhat - mean(dxhat) - slow.xhat * mean(dxhat * slow.xhat)) / slow.std
-    g1 = (g2 @ ops.xp.swapaxes(p["dense2"], -1, -2)) * 2.0 * ops.nn.relu(slow.h1)
+    g1 = ops.matmul(g2, ops.xp.swapaxes(p["dense2"], -1, -2)) * 2.0 * ops.nn.relu(slow.h1)
     return g1, g2, dn * slow.xhat, dn
 
 
@@ -179,7 +181,7 @@ def read(config, ops, p, x, slow, memory):
     h1 = slow.h1 + memory(0, _with_one(ops, x, 1.0))
     r = ops.nn.relu(h1)
     a = r * r
-    h2 = a @ p["dense2"] + p["bias2"] + memory(1, _with_one(ops, a, 1.0))
+    h2 = ops.matmul(a, p["dense2"]) + p["bias2"] + memory(1, _with_one(ops, a, 1.0))
     xhat, _ = _standardise(config, ops, h2)
     change = memory(2, ops.xp.ones_like(x[..., :1]))
     scale, shift = p["scale"] + change[..., : config.size], p["shift"] + change[..., config.size :]
@@ -202,7 +204,7 @@ def forward(config, ops, p, x, labels, weights, state=None, *, cu_seqlens=None, 
         return answer
 
     n = read(config, ops, p, x, slow, memory)
-    fast = n @ p["unembed"] + p["unembed_bias"] if logits else None
+    fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
     loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, p["unembed"], p["unembed_bias"], labels)
     return FWLOutput(fast, loss, slow_loss, FWLState(*after, pending, waiting))
 
@@ -222,7 +224,7 @@ def step(config, ops, p, x, label, weight, state):
 
     x = x[:, None]
     n = read(config, ops, p, x, slow_pass(config, ops, p, x), memory)
-    logits = n @ p["unembed"] + p["unembed_bias"]
+    logits = ops.matmul(n, p["unembed"]) + p["unembed_bias"]
     return logits[:, 0], FWLState(*after, x[:, 0], ops.xp.ones_like(state.waiting))
 
 
@@ -252,7 +254,7 @@ def unlearned(ops, x, weights, cu_seqlens):
     xp = ops.xp
     t = ops.arange(weights.shape[1], weights)
     if cu_seqlens is None:
-        waits = ops.cast((t == weights.shape[1] - 1) & (weights == 0), weights)
+        waits = ops.cast((t == t[-1:]) & (weights == 0), weights)
         return x[:, -1], waits[:, -1], waits
     cu = ops.cast(cu_seqlens, t)
     ends = xp.where(cu[1:] > cu[:-1], cu[1:] - 1, -1)  # an empty sequence has no last token
@@ -320,8 +322,16 @@ def check_shapes(config, x, labels, weights, inputs=None):
         raise FastWeightError(f"labels has shape {tuple(labels.shape)}; expected (B, T, {V}) for one-hot labels: "
                               f"vocab_size is {V}")  # fmt: skip
     for name, y, axes in (("labels", labels, labels.shape[:2]), ("weights", weights, weights.shape)):
-        if tuple(axes) != (B, T):
+        if len(axes) != 2 or any(a != b and None not in (a, b) for a, b in zip(axes, (B, T), strict=True)):
             raise FastWeightError(f"{name} has shape {tuple(y.shape)}; expected ({B}, {T}): one per token of x")
+
+
+def check_state(config, state, sequences, inputs):
+    """Raise unless the state is one of this block's, of as many sequences; shapes alone."""
+    got, expected = tuple(state[0].shape), (sequences, 1, inputs + 1, config.hidden_width)
+    if got[1:] != expected[1:] or (got[0] != expected[0] and None not in (got[0], expected[0])):
+        why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"
+        raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: {why}")
 
 
 def check_values(config, smallest, largest, worst):

@@ -119,3 +119,15 @@ def test_other_errors(rng):
         parse("relu")(rng.standard_normal(3), np, None, norm="l1")
     with pytest.raises(FastWeightError, match="projection is missing for features 'favor-4'; expected a"):
         parse("favor-4")(rng.standard_normal(3), np, None)
+
+
+def test_unit_has_exact_derivatives_also_at_zero():
+    torch = pytest.importorskip("torch")
+    from fastweights.torch.functional import unit
+
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.autograd.gradcheck(lambda x: unit(x, 0.1), x)
+    torch.autograd.gradgradcheck(lambda x: unit(x, 0.1), x)
+    torch.testing.assert_close(torch.func.vmap(lambda x: unit(x, 0.1))(x), unit(x, 0.1))
+    zero = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: unit(x, 0.1), zero)

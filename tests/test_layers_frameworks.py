@@ -4,6 +4,8 @@ Keras takes one backend per process, so `test_keras_backend` runs this file once
 `KERAS_BACKEND=jax pytest --frameworks keras tests/test_layers_frameworks.py`.
 """
 
+import doctest
+import importlib
 import itertools
 import os
 import subprocess
@@ -21,6 +23,10 @@ from fastweights.layers import NORMS, PRESETS
 from fastweights.recurrent import RNNState
 
 ROOT = Path(__file__).parent.parent
+JAX = (  # Keras on JAX compiles operation by operation, for every new shape: each feature once
+    "presets and (float64 or performer) or norms or everything and l2 or rnn and 9 or programmer and tanh "
+    "or streaming and silu or split or trains or errors or config or mixed"
+)
 RULES = ["sum", "delta"]
 FEATURES = ["identity", "relu", "silu", "elu+1", "dpfp-2", "favor-4"]
 EVERYTHING = dict(conv=3, gate=True, decay="learned", key_heads=1, beta_max=2.0, key_dim=3, value_dim=5)
@@ -45,6 +51,7 @@ class Torch:
         torch.manual_seed(0)
         self.torch, self.kind = torch, kind
         self.layer = getattr(fw, kind)(**arguments).to(getattr(torch, dtype))
+        self.layer.method = "recurrent"  # the equation itself (and no compiler beside TensorFlow's in one process)
         self.weights = export_parameters(self.layer)
 
     def __call__(self, x, state=None, *, cotangents=None, **how):
@@ -199,34 +206,28 @@ class Keras:
         return [a if a is None else a.detach() for a in outputs], of[: len(inputs)], of[len(inputs) :]
 
 
-FRAMEWORKS = {"jax": Flax, "keras": Keras}
-
-
 @pytest.fixture(scope="module", params=["jax", "keras"])
 def framework(request):
     if request.param not in request.config.getoption("--frameworks").split(","):
         pytest.skip("test_keras_backend runs it in another process" if request.param == "keras" else "not asked for")
-    found = FRAMEWORKS[request.param]()
-    if request.param == "keras":
-        yield found
-    else:
-        found.jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time here
-        yield found
-        found.jax.config.update("jax_disable_most_optimizations", False)
+    return request.getfixturevalue({"jax": "flax", "keras": "keras"}[request.param])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def keras(request):
     if "keras" not in request.config.getoption("--frameworks").split(","):
         pytest.skip("test_keras_backend runs it in another process")
     return Keras()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def flax(request):
     if "jax" not in request.config.getoption("--frameworks").split(","):
         pytest.skip("not asked for")
-    return Flax()
+    found = Flax()
+    found.jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time here
+    yield found
+    found.jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
@@ -237,21 +238,20 @@ def quiet():
         yield
 
 
-@pytest.mark.parametrize("name", ["tensorflow", "torch", "jax"])
-def test_keras_backend(pytestconfig, name):
+@pytest.mark.parametrize(("name", "chosen"), [("tensorflow", ""), ("torch", ""), ("jax", JAX)])
+def test_keras_backend(pytestconfig, name, chosen):
     if "keras" in pytestconfig.getoption("--frameworks").split(","):
         pytest.skip("this process is on a backend already")
     files = ["tests/test_layers_frameworks.py", "fastweights/keras/nn.py", "fastweights/keras/recurrent.py"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--doctest-modules", *files,
-         "--frameworks", "keras", "--durations", "5"],
+         "--frameworks", "keras", "-k", chosen],
         env=os.environ | {"KERAS_BACKEND": name, "OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
-    print(run.stdout)
 
 
 def compare(framework, rng, kind, arguments, x, *, dtype="float64", carried=0, **how):
@@ -285,12 +285,14 @@ def test_presets(framework, rng, name, dtype):
     compare(framework, rng, "FastWeightAttention", arguments, x, dtype=dtype, carried=3)
 
 
-@pytest.mark.parametrize(("norm", "features"), zip(NORMS, itertools.cycle(FEATURES), strict=False))
-def test_norms_and_features(framework, rng, norm, features):
-    """Every norm and every feature map, under both rules; from no state."""
-    for rule, fixed in zip(RULES, (0.9, (0.8, 1.0)), strict=True):
-        arguments = dict(dim=6, heads=2, rule=rule, norm=norm, features=features, decay=fixed)
-        compare(framework, rng, "FastWeightAttention", arguments, rng.standard_normal((1, 5, 6)))
+@pytest.mark.parametrize(
+    ("norm", "features", "rule", "decay"),
+    zip(NORMS, itertools.cycle(FEATURES), itertools.cycle(RULES), itertools.cycle([0.9, (0.8, 1.0)]), strict=False),
+)
+def test_norms_and_features(framework, rng, norm, features, rule, decay):
+    """Every norm and every feature map, from no state; the presets and the streaming grid have the other pairs."""
+    arguments = dict(dim=6, heads=2, rule=rule, norm=norm, features=features, decay=decay)
+    compare(framework, rng, "FastWeightAttention", arguments, rng.standard_normal((1, 5, 6)))
 
 
 @pytest.mark.parametrize("norm", ["l2", "sum+attention"])
@@ -369,7 +371,7 @@ def test_sequential_networks_can_be_split(framework, rng, kind, arguments):
 
 
 def test_step_and_init_state(framework, rng):
-    for name in PRESETS:
+    for name in ("performer", "delta-attention-norm", "gated-deltanet"):
         arguments = dict(dim=8, heads=2) | PRESETS[name]
         weights = Torch("FastWeightAttention", arguments, "float64").weights
         layer = framework.make("FastWeightAttention", arguments, "float64", weights)
@@ -399,9 +401,7 @@ def test_step_and_init_state(framework, rng):
 
 def test_import_errors(framework, rng):
     weights = Torch("FastWeightAttention", dict(dim=8, heads=2), "float64").weights
-    with pytest.raises(
-        FastWeightError, match=r"parameters: conv missing, none unknown; expected .*: the names that"
-    ):
+    with pytest.raises(FastWeightError, match=r"parameters: conv missing, none unknown; expected .*: the names that"):
         framework.make("FastWeightAttention", dict(dim=8, heads=2, conv=2), "float64", weights)
     with pytest.raises(FastWeightError, match="parameters: none missing, out_norm unknown"):
         framework.make("FastWeightAttention", dict(dim=8, heads=2, out_norm=False), "float64", weights)
@@ -445,3 +445,283 @@ def test_repr(framework):
     )
     assert repr(fw.FastWeightRNN(3, 4)) == "FastWeightRNN(3, 4, decay=0.95, rate=0.5, inner_steps=1)"
     assert repr(fw.FastWeightProgrammer(3, 4)) == "FastWeightProgrammer(3, 4, width=3, activation='tanh')"
+
+
+# Flax alone
+
+
+@pytest.mark.parametrize("module", ["nn", "recurrent"])
+def test_flax_doctests(flax, module):
+    result = doctest.testmod(importlib.import_module(f"fastweights.jax.{module}"))
+    assert result.attempted
+    assert not result.failed
+
+
+def test_jax_works_without_flax():
+    code = """
+import sys
+sys.modules["flax"] = None
+import fastweights.jax as fw
+print(fw.fast_weight.__name__)
+try:
+    fw.FastWeightAttention
+except ImportError as e:
+    print(e)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [
+        "fast_weight",
+        'FastWeightAttention needs Flax, which is not installed; pip install "fastweights[jax]"',
+    ]
+
+
+def test_flax_initial_weights(flax):
+    """Compiled, abstract or neither, and drawn as PyTorch's are."""
+    jax, jnp = flax.jax, flax.jax.numpy
+    layer = flax.fw.FastWeightAttention.preset("gated-deltanet", dim=64, heads=32)
+    x, key = jnp.ones((1, 2, 64), jnp.float32), jax.random.key(0)
+    variables = jax.jit(layer.init)(key, x)
+    assert jax.eval_shape(layer.init, key, x) == jax.eval_shape(lambda: variables)
+    p = flax.fw.export_parameters(variables)
+    assert {name: a.shape for name, a in p.items()} == dict(layer.config.shapes)
+    assert {a.dtype for a in p.values()} == {np.dtype("float32")}
+    for name, width in (("in_proj", 64), ("conv", 4), ("out_proj", 64)):
+        assert 0.9 < np.abs(p[name]).max() * width**0.5 <= 1
+        assert abs(p[name].mean()) * width**0.5 < 0.1
+    rate = np.log1p(np.exp(p["decay_bias"]))
+    assert (rate > 0.9e-3).all()
+    assert (rate < 0.11).all()
+    assert (p["decay_log"] >= 0).all()
+    assert (p["decay_log"] <= np.log(16)).all()
+    assert (p["out_norm"] == 1).all()
+
+
+def test_flax_under_jit_takes_any_packing(flax, rng):
+    jax, arguments = flax.jax, dict(dim=6, heads=2, **EVERYTHING)
+    layer, reference = flax.fw.FastWeightAttention(**arguments), Torch("FastWeightAttention", arguments, "float64")
+    x, traces = rng.standard_normal((1, 9, 6)), []
+    variables = flax.fw.import_parameters(jax.eval_shape(layer.init, jax.random.key(0), x), reference.weights)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, cu_seqlens):
+        traces.append(cu_seqlens)
+        y, state = layer.apply({"params": params}, x, cu_seqlens=cu_seqlens)
+        return y.sum() + state.memory.sum()
+
+    for offsets in ([0, 4, 9], [0, 0, 9], [0, 8, 9]):
+        value, grads = loss(variables["params"], np.array(offsets))
+        shapes = [None if a is None else a.shape for a in reference(x, cu_seqlens=np.array(offsets))]
+        cotangents = [np.ones(shapes[0]), np.ones(shapes[1]), None, np.zeros(shapes[3])]
+        (y, memory, *_), want = reference(x, cotangents=cotangents, cu_seqlens=np.array(offsets))
+        assert_close(np.asarray(value), y.sum() + memory.sum(), 1e-5)
+        for name, g in flax.fw.export_parameters({"params": grads}).items():
+            assert_close(g.astype("float64"), want[name], 1e-5, name=name)
+    assert len(traces) == 1
+
+
+def test_flax_redraw_is_torch_s_draw(flax, rng):
+    """A pure function, on a model's variables, compiled or not."""
+    import flax.linen as nn
+    import torch
+
+    jax = flax.jax
+    arguments = dict(dim=8, heads=2, features="favor-8", seed=3)
+    layer = flax.fw.FastWeightAttention(**arguments)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x, _ = flax.fw.FastWeightAttention(**arguments)(x)
+            return x
+
+    x = rng.standard_normal((1, 3, 8)).astype("float32")
+    variables = Model().init(jax.random.key(0), x)
+    before = flax.fw.export_parameters(variables)
+    compiled = jax.jit(lambda variables, draw: flax.fw.redraw(variables, layer.config, draw))
+    reference = Torch("FastWeightAttention", arguments, "float32").layer
+    for draw in (1, 2):
+        reference.draw()
+        for new in (flax.fw.redraw(variables, layer.config, draw), compiled(variables, draw)):
+            for i in range(2):
+                got = new["constants"][f"FastWeightAttention_{i}"]
+                torch.testing.assert_close(torch.tensor(np.asarray(got["projection"])), reference.projection)
+                assert int(got["draws"]) == draw
+    for name, a in flax.fw.export_parameters(variables).items():
+        np.testing.assert_array_equal(a, before[name])
+    assert "FastWeightAttention_1.projection" in before
+    with pytest.raises(FastWeightError, match="features is 'silu'; expected 'favor-M'"):
+        flax.fw.redraw(variables, flax.fw.FastWeightAttention(8, heads=2).config, 1)
+
+
+def test_flax_export_wants_all_variables(flax, rng):
+    layer = flax.fw.FastWeightAttention(8, heads=2)
+    variables = layer.init(flax.jax.random.key(0), np.zeros((1, 2, 8), "float32"))
+    with pytest.raises(
+        FastWeightError, match="variables has the collections in_proj, out_norm, out_proj; expected 'par"
+    ):
+        flax.fw.export_parameters(variables["params"])
+
+
+def test_flax_bfloat16(flax, rng):
+    jnp = flax.jax.numpy
+    exact = flax.fw.FastWeightAttention.preset("gated-deltanet", dim=16, heads=2)
+    half = exact.clone(dtype=jnp.bfloat16)
+    x = rng.standard_normal((2, 20, 16)).astype("float32")
+    variables = flax.jax.jit(half.init)(flax.jax.random.key(0), x)
+    with flax.jax.numpy_dtype_promotion("strict"):
+        y, state = flax.jax.jit(half.apply)(variables, x, half.init_state(2))
+    assert y.dtype == state.conv.dtype == jnp.bfloat16
+    assert state.memory.dtype == variables["params"]["in_proj"].dtype == jnp.float32
+    np.testing.assert_allclose(y.astype(jnp.float32), flax.jax.jit(exact.apply)(variables, x)[0], rtol=0.1, atol=0.05)
+
+
+def test_flax_short_rnn_calls_keep_no_matrix_per_step(flax):
+    rnn, x = flax.fw.FastWeightRNN(4, 128), np.zeros((2, 8, 4), "float32")
+    variables = rnn.init(flax.jax.random.key(0), x)
+    program = str(flax.jax.make_jaxpr(flax.jax.grad(lambda v, x: rnn.apply(v, x)[0].sum()))(variables, x))
+    assert "f32[8,2,8,128]" in program  # the past vectors, per step
+    assert "f32[8,2,128,128]" not in program
+
+
+# Keras alone
+
+
+def model(keras, *, features="favor-8", length=None):
+    """Tokens of any length -> two attention layers, the second from the state of the first -> RNN -> programmer."""
+    layers, fw = keras.keras.layers, keras.fw
+    tokens = keras.keras.Input((length,), dtype="int32")
+    x = layers.Embedding(9, 8, mask_zero=True)(tokens)
+    x, state = fw.FastWeightAttention(8, heads=2, features=features, norm="attention", conv=3, redraw=True)(x)
+    x, _ = fw.FastWeightAttention(8, heads=2, features=features, norm="attention", conv=3, decay=(0.5, 0.9))(x, state)
+    h, last = fw.FastWeightRNN(8, 6, activation=keras.keras.activations.gelu)(layers.Dense(8)(x))
+    y, W = fw.FastWeightProgrammer(6, 3)(h)
+    assert state.memory.shape == (None, 2, 16, 4)
+    assert state.z.shape == (None, 2, 16)
+    assert state.conv.shape == (None, 2, 24)
+    assert (last.h.shape, last.A.shape, W.shape) == ((None, 6), (None, 6, 6), (None, 3, 6))
+    assert h.shape == (None, length, 6)
+    assert y.shape == (None, length, 3)
+    return keras.keras.Model(tokens, y)
+
+
+def test_keras_trains_saves_and_loads(keras, rng, tmp_path):
+    keras.keras.utils.set_random_seed(0)
+    m, tokens = model(keras), rng.integers(0, 9, (8, 5))
+    m.compile("adam", "mse")
+    history = m.fit(tokens, rng.standard_normal((8, 5, 3)), batch_size=4, epochs=2, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+    m.save(tmp_path / "model.keras")
+    again = keras.keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(again.predict(tokens, verbose=0), m.predict(tokens, verbose=0))
+    found = keras.fw.export_parameters(again)
+    for name, a in keras.fw.export_parameters(m).items():
+        np.testing.assert_array_equal(found[name], a, err_msg=name)
+    first, second = (layer for layer in again.layers if isinstance(layer, keras.fw.FastWeightAttention))
+    assert second.config.decay == (0.5, 0.9)
+    drawn = keras.fw.export_parameters(first)
+    assert drawn["draws"] == 4  # batches it was trained on
+    np.testing.assert_allclose(drawn["projection"], first.config.projection(4), rtol=1e-6)
+    np.testing.assert_allclose(keras.fw.export_parameters(second)["projection"], first.config.projection(0), rtol=1e-6)
+
+
+def test_keras_layer_comes_back_from_its_config(keras):
+    fw = keras.fw
+    for layer in (
+        fw.FastWeightAttention(6, heads=2, norm="sum", method="recurrent", chunk_size=8, **EVERYTHING, dtype="float64"),
+        fw.FastWeightRNN(3, 4, decay=0.5, rate=0.1, inner_steps=2, layer_norm=False, activation="tanh", name="rnn"),
+        fw.FastWeightProgrammer(3, 4, width=5, activation="relu", trainable=False),
+    ):
+        config = layer.get_config()
+        again = type(layer).from_config(config)
+        assert again.get_config() == config
+        assert repr(again) == repr(layer)
+
+
+def test_keras_uses_and_passes_on_the_mask_of_an_embedding(keras, rng):
+    """With a carried state as well, which Keras itself does not provide for."""
+    ops, layer = keras.keras.ops, keras.fw.FastWeightAttention(8, heads=2, conv=2)
+    embed = keras.keras.layers.Embedding(9, 8, mask_zero=True)
+    tokens = np.array([[1, 2, 0, 3, 0], [0, 4, 5, 6, 7]])
+    x = embed(tokens)
+    _, start = layer(keras.array(rng.standard_normal((2, 3, 8)).astype("float32")))
+    for state in (None, start):
+        y, new = layer(x, state)
+        want, kept = layer(ops.convert_to_tensor(keras.numpy(x)), state, mask=ops.convert_to_tensor(tokens != 0))
+        np.testing.assert_array_equal(keras.numpy(y), keras.numpy(want))
+        np.testing.assert_array_equal(keras.numpy(new.memory), keras.numpy(kept.memory))
+        assert (keras.numpy(y)[tokens == 0] == 0).all()
+        np.testing.assert_array_equal(keras.numpy(y._keras_mask), tokens != 0)
+
+
+def test_keras_mixed_precision(keras, rng):
+    arguments = dict(dim=16, heads=2) | PRESETS["gated-deltanet"]
+    exact = keras.fw.FastWeightAttention(**arguments)
+    half = keras.fw.FastWeightAttention(**arguments, dtype="mixed_bfloat16")
+    keras.fw.import_parameters(half, keras.fw.export_parameters(exact))
+    x = keras.array(rng.standard_normal((2, 20, 16)).astype("float32"))
+    y, state = half(x, half.init_state(2))
+    dtypes = [keras.keras.backend.standardize_dtype(a.dtype) for a in (y, *state, half.weights[0])]
+    assert dtypes == ["bfloat16", "float32", "float32", "bfloat16", "float32"]
+    got = keras.numpy(keras.keras.ops.cast(y, "float32"))
+    np.testing.assert_allclose(got, keras.numpy(exact(x)[0]), rtol=0.1, atol=0.05)
+    y, _ = half(x, state)  # the state goes back in
+
+
+def test_keras_draw_is_torch_s_draw(keras, rng):
+    arguments = dict(dim=8, heads=2, features="favor-8", seed=3)
+    reference = Torch("FastWeightAttention", arguments, "float32").layer
+    layer = keras.fw.FastWeightAttention(**arguments, redraw=True)
+    x = keras.array(rng.standard_normal((1, 3, 8)).astype("float32"))
+    layer.draw()
+    reference.draw()
+    np.testing.assert_array_equal(keras.numpy(layer.projection), reference.projection.numpy())
+    layer(x)  # not in training
+    np.testing.assert_array_equal(keras.numpy(layer.projection), reference.projection.numpy())
+    layer(x, training=True)
+    reference.draw()
+    np.testing.assert_array_equal(keras.numpy(layer.projection), reference.projection.numpy())
+
+
+def test_keras_lengths_unknown_to_a_graph(keras, rng):
+    """Batch, tokens and documents, with the convolution's gathering, in one TensorFlow graph."""
+    if keras.backend != "tensorflow":
+        pytest.skip("every other backend knows its lengths")
+    import tensorflow as tf
+
+    layer = keras.fw.FastWeightAttention(6, heads=2, dtype="float64", **EVERYTHING)
+    rnn = keras.fw.FastWeightRNN(6, 7, dtype="float64")
+    tokens, offsets = tf.TensorSpec((None, None, 6), tf.float64), tf.TensorSpec((None,), tf.int64)
+    padding = tf.TensorSpec((None, None), tf.bool)
+    plain = tf.function(lambda x: (layer(x), rnn(x)), input_signature=[tokens])
+    packed = tf.function(lambda x, cu: layer(x, cu_seqlens=cu), input_signature=[tokens, offsets])
+    padded = tf.function(lambda x, mask: layer(x, mask=mask), input_signature=[tokens, padding])
+
+    def same(got, want):
+        for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+            assert_close(a.numpy(), b.numpy())
+
+    for B, T in ((2, 3), (1, 9)):
+        x = tf.constant(rng.standard_normal((B, T, 6)))
+        same(plain(x), (layer(x), rnn(x)))
+        mask = tf.constant(rng.random((B, T)) > 0.3)
+        same(padded(x, mask), layer(x, mask=mask))
+    for offsets in ([0, 5], [0, 1, 1, 8]):
+        x, cu = tf.constant(rng.standard_normal((1, offsets[-1], 6))), tf.constant(offsets, tf.int64)
+        same(packed(x, cu), layer(x, cu_seqlens=cu))
+
+
+def test_keras_symbolic_errors(keras):
+    with pytest.raises(FastWeightError, match=r"x has shape \(None, None, 5\); expected \(B, T, 6\): dim is 6"):
+        keras.fw.FastWeightAttention(6, heads=2)(keras.keras.Input((None, 5)))
+    with pytest.raises(FastWeightError, match=r"x has shape \(None, None, 5\); expected \(B, T, 3\): inputs is 3"):
+        keras.fw.FastWeightRNN(3, 4)(keras.keras.Input((None, 5)))
+
+
+def test_keras_on_torch_is_a_torch_module(keras):
+    if keras.backend != "torch":
+        pytest.skip("of the torch backend")
+    layer = keras.fw.FastWeightRNN(3, 4)
+    layer.build()
+    assert len(list(layer.parameters())) == 5

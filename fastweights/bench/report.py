@@ -54,7 +54,7 @@ def show(results: Sequence[Result], console: Console) -> None:
     """One table per rule, and who was left out."""
     for rule in dict.fromkeys(result.case.rule for result in results):
         chosen = [result for result in results if result.case.rule == rule]
-        table = _table(f"{rule} rule, {chosen[0].case.dtype} on {chosen[0].case.device}, milliseconds")
+        table = new_table(f"{rule} rule, {chosen[0].case.dtype} on {chosen[0].case.device}, milliseconds")
         table.add_column("B,T,H,K[,V]", no_wrap=True)
         table.add_column("", no_wrap=True)
         for heading in ("forward", "x peer", "forward+\nbackward", "x peer", "error"):
@@ -70,7 +70,7 @@ def show(results: Sequence[Result], console: Console) -> None:
     console.print(NOTES, style="dim", highlight=False, markup=False)
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False, collapse_padding=True)
 
 
@@ -104,7 +104,7 @@ def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
     """One table per rule and method."""
     for s in scalings:
         title = f"{s.case.rule} rule, {s.method}, {s.case.dtype} on {s.case.device}, (1, T, 4, 64) forward+backward"
-        table = _table(title)
+        table = new_table(title)
         for heading in ("T", "ms", "x half of T", "ns per token", "extra MiB", "KiB per token"):
             table.add_column(heading, justify="right")
         ratios = ["", *(f"{ratio:.2f}" for ratio in s.ratios())]
@@ -132,7 +132,7 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
             {
                 **result.case.asdict(),
                 "auto": result.auto,
-                **{which: {n: _timing(t) for n, t in result.passes[which].items()} for which in PASSES},
+                **{which: {n: timing_dict(t) for n, t in result.passes[which].items()} for which in PASSES},
                 "speedup": {which: {n: result.speedup(n, which) for n in result.passes[which]} for which in PASSES},
                 "errors": result.errors,
                 "left_out": result.left_out,
@@ -144,7 +144,7 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
                 **s.case.asdict(),
                 "method": s.method,
                 "tokens": s.lengths,
-                "forward_backward": [_timing(t) for t in s.timings],
+                "forward_backward": [timing_dict(t) for t in s.timings],
                 "doubling": s.ratios(),
                 "extra_bytes_per_token": s.bytes_per_token(),
             }
@@ -153,7 +153,7 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
     }
 
 
-def _timing(timing: Timing) -> dict[str, float]:
+def timing_dict(timing: Timing) -> dict[str, float]:
     return timing._asdict()
 
 

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
+from fastweights.fwl import FWLOutput, FWLState
 from fastweights.jax.ops import fast_weight, feature_map
 from fastweights.recurrent import RNNState
 
 if TYPE_CHECKING:
+    from fastweights.jax.fwl import FWLBlock, make_labels
     from fastweights.jax.nn import FastWeightAttention, export_parameters, import_parameters, redraw
     from fastweights.jax.recurrent import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
     "AttentionState",
+    "FWLBlock",
+    "FWLOutput",
+    "FWLState",
     "FastWeightAttention",
     "FastWeightError",
     "FastWeightProgrammer",
@@ -26,15 +31,18 @@ __all__ = [
     "fast_weight",
     "feature_map",
     "import_parameters",
+    "make_labels",
     "redraw",
 ]
 
 _FLAX = {
+    "FWLBlock": "fwl",
     "FastWeightAttention": "nn",
     "FastWeightProgrammer": "recurrent",
     "FastWeightRNN": "recurrent",
     "export_parameters": "nn",
     "import_parameters": "nn",
+    "make_labels": "fwl",
     "redraw": "nn",
 }
 
@@ -45,6 +53,6 @@ def __getattr__(name):
     try:
         return getattr(import_module(f"{__name__}.{_FLAX[name]}"), name)
     except ModuleNotFoundError as e:
-        if e.name != "flax":
+        if (e.name or "").split(".")[0] != "flax":
             raise
         raise ImportError(f'{name} needs Flax, which is not installed; pip install "fastweights[jax]"') from e

@@ -32,6 +32,7 @@ OPS = attention.Ops(
     fast_weight=fast_weight,
     feature_map=feature_map,
     matmul=jnp.matmul,
+    split=lambda x, sizes: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
     shape=jnp.shape,
     wide=lambda x: x.astype(_wide(x.dtype)),
     cast=lambda x, like: x.astype(like.dtype),

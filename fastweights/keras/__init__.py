@@ -2,6 +2,8 @@
 
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
+from fastweights.fwl import FWLOutput, FWLState
+from fastweights.keras.fwl import FWLBlock, make_labels
 from fastweights.keras.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.keras.ops import fast_weight, feature_map
 from fastweights.keras.recurrent import FastWeightProgrammer, FastWeightRNN
@@ -9,6 +11,9 @@ from fastweights.recurrent import RNNState
 
 __all__ = [
     "AttentionState",
+    "FWLBlock",
+    "FWLOutput",
+    "FWLState",
     "FastWeightAttention",
     "FastWeightError",
     "FastWeightProgrammer",
@@ -18,4 +23,5 @@ __all__ = [
     "fast_weight",
     "feature_map",
     "import_parameters",
+    "make_labels",
 ]

@@ -37,6 +37,7 @@ OPS = attention.Ops(
     fast_weight=fast_weight,
     feature_map=feature_map,
     matmul=matmul,
+    split=lambda x, sizes: ops.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
     shape=ops.shape,
     wide=lambda x: ops.cast(x, _wide(dtype_name(x))),
     cast=lambda x, like: ops.cast(x, like.dtype),

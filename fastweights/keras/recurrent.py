@@ -12,6 +12,7 @@ from fastweights.core import FastWeightError
 from fastweights.keras.nn import Tensor, add_parameter, matmul, random_generator
 from fastweights.recurrent import RNNState, check_activation, check_rates, layer_norm, settle
 
+
 def _tanh(x):
     if keras.backend.backend() == "jax":  # where ops.tanh loses float64
         import jax.numpy as jnp

@@ -1,18 +1,18 @@
 """Language models with fast weights: train, evaluate, generate, read a document into a memory.
 
-    from fastweights.lm import load
+from fastweights.lm import load
 
-    model = load("runs/first")
-    memory = model.read(b"def area(radius):")
-    memory.save("area.memory")
+model = load("runs/first")
+memory = model.read(b"def area(radius):")
+memory.save("area.memory")
 """
 
 import importlib
 from typing import Any
 
-_HOME = {"Config": "config", "LanguageModel": "model", "Memory": "memory", "load": "folder", "train": "train"}
+_HOME = {"Config": "config", "LanguageModel": "model", "Memory": "memory", "load": "folder", "train": "training"}
 
-__all__ = ["Config", "LanguageModel", "Memory", "load", "train"]  # noqa: F822 - imported on first use
+__all__ = ["Config", "LanguageModel", "Memory", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:

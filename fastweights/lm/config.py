@@ -30,6 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                          weight_decay=0.0, seed=1111, context="packed", eval_every=4000),
 }  # fmt: skip
 
+DYNAMIC_LR = 2e-4  # rate of dynamic evaluation
+
 CHOICES = dict(
     ff=("swiglu", "relu"), head=("linear", "fwl"), context=("carried", "packed"), parallel=("none", "ddp", "fsdp"),
     dtype=("auto", "float32", "bfloat16"), device=("auto", "cpu", "cuda"), preset=tuple(PRESETS),

@@ -62,7 +62,7 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
     folder = (cache or cache_folder()) / key
     if not (folder / "index.json").exists():
         _encode(data, tokens, folder)
-    return _open(folder)
+    return open_folder(folder)
 
 
 def _encode(data: str, tokens: str, folder: Path) -> None:
@@ -82,7 +82,9 @@ def _encode(data: str, tokens: str, folder: Path) -> None:
         if not folder.exists():  # another process may have been quicker
             building.rename(folder)
     except OSError as error:
-        raise FastWeightError(f"cannot write the encoded corpus to {folder}: {error.strerror}; nothing was kept") from None
+        raise FastWeightError(
+            f"cannot write the encoded corpus to {folder}: {error.strerror}; nothing was kept"
+        ) from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -100,7 +102,7 @@ def _write(path: Path, found: Iterable[corpus.Document], with_tokens) -> dict:
     return dict(dtype=dtype, at=at, names=names, bytes=sizes)
 
 
-def _open(folder: Path) -> Corpus:
+def open_folder(folder: Path) -> Corpus:
     splits = {}
     for name, i in json.loads((folder / "index.json").read_text()).items():
         path = folder / f"{name}.bin"

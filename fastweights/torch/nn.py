@@ -9,14 +9,16 @@ from torch import Tensor, nn
 
 from fastweights import attention, layers
 from fastweights.attention import AttentionState
+from fastweights.torch import functional
 from fastweights.torch.ops import fast_weight, feature_map
 
 OPS = attention.Ops(
     xp=torch,
-    nn=nn.functional,
+    nn=functional,
     fast_weight=fast_weight,
     feature_map=feature_map,
     matmul=torch.matmul,
+    split=lambda x, sizes: torch.split(x, sizes, -1),
     shape=lambda x: x.shape,
     wide=lambda x: x if x.dtype == torch.float64 else x.float(),
     cast=lambda x, like: x.to(like.dtype),

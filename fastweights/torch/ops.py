@@ -1,5 +1,8 @@
 """`fast_weight` for PyTorch: argument checks, the choice of method, and the loop that is the equation itself."""
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal
 
@@ -8,12 +11,13 @@ from torch import Tensor
 
 from fastweights import core, features
 from fastweights.core import FastWeightError
+from fastweights.torch import functional
 
 CHUNK_SIZE = {"cpu": 32}  # tokens; 64 elsewhere. Measured with `fastweights bench`
 
 Rule = Literal["delta", "sum"]
 Read = Literal["after", "before"]
-Method = Literal["auto", "recurrent", "chunked"]
+Method = Literal["auto", "recurrent", "chunked", "kernel"]
 
 
 def fast_weight(
@@ -46,8 +50,9 @@ def fast_weight(
         cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
         method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
-            "auto", recurrent for one token and chunked otherwise.
-        chunk_size: tokens per chunk of "chunked"; 32 on a CPU and 64 elsewhere when absent. It changes speed alone.
+            "kernel", the same in Triton (CUDA, keys of at most 256 features, float32 or less); "auto", recurrent for
+            one token, kernel where it can run, and chunked otherwise.
+        chunk_size: tokens per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent. It changes speed alone.
 
     Returns:
         o (B, T, H, V) in the dtype of v, and the state after the last token, in float32 or wider.
@@ -82,8 +87,10 @@ def fast_weight(
 
 
 def choose(q: Tensor) -> Method:
-    """The method "auto" stands for: one token -> recurrent, else chunked."""
-    return "recurrent" if q.shape[1] == 1 else "chunked"
+    """The method "auto" stands for: one token -> recurrent, what the kernels take -> kernel, else chunked."""
+    if q.shape[1] == 1:
+        return "recurrent"
+    return "kernel" if q.is_cuda and _kernels() and not _kernels().refusal(q) else "chunked"
 
 
 def _recurrent(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
@@ -125,7 +132,19 @@ def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chun
     return o, state
 
 
-METHODS = {"recurrent": _recurrent, "chunked": _chunked}
+@cache
+def _kernels():
+    """The module of the Triton kernels, imported on first use, or None without Triton."""
+    return import_module("fastweights.torch.kernels") if find_spec("triton") else None
+
+
+def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
+    if _kernels() is None:
+        raise FastWeightError('method="kernel" needs Triton, which is not installed; pip install triton')
+    return _kernels().fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, delta=delta, before=before)
+
+
+METHODS = {"recurrent": _recurrent, "chunked": _chunked, "kernel": _kernel}
 
 
 def _masked(mask, q, k, v, beta, log_decay):
@@ -158,4 +177,4 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
     if projection is not None:
         projection = torch.as_tensor(projection, dtype=wide, device=x.device)
     phi = features.parse(name)
-    return phi(x.to(wide), torch, torch.nn.functional, norm=norm, projection=projection).to(x.dtype)
+    return phi(x.to(wide), torch, functional, norm=norm, projection=projection).to(x.dtype)

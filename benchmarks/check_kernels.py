@@ -1,0 +1,130 @@
+"""Check the Triton kernels on a CUDA device: `python -m benchmarks.check_kernels` from the root of the repository.
+
+Every output and gradient may err at most twice as much, against a float64 loop over the equation, as plain PyTorch
+does in the same dtype (the same loop; for tf32 the plain chunked form). Then: 50 runs are bit-identical, keys that
+repeat, and packed sequences equal each sequence by itself.
+"""
+
+import itertools
+import sys
+
+import torch
+
+from fastweights import core
+from fastweights.torch import fast_weight
+
+NAMES = ("q", "k", "v", "beta", "log_decay", "state")
+FULL = dict(B=2, T=130, H=2, K=64, V=64, dtype=torch.bfloat16, rule="delta", read="after", beta=True, decay=True)
+
+
+def problem(B, T, H, K, V, dtype, beta, decay, *, repeat=False, sequences=None, **_):
+    """Inputs by name, rounded to dtype; unit keys."""
+    random = torch.Generator("cuda").manual_seed(T + K)
+    draw = lambda *shape: torch.randn(*shape, generator=random, device="cuda")  # noqa: E731
+    k = draw(B, T, H, K)
+    k = torch.nn.functional.normalize(k[:, :1].expand_as(k) + 0.01 * k if repeat else k, dim=-1)
+    x = dict(q=draw(B, T, H, K) * K**-0.5, k=k, v=draw(B, T, H, V), state=draw(sequences or B, H, K, V))
+    if beta:
+        x["beta"] = draw(B, T, H).sigmoid()
+    if decay:
+        x["log_decay"] = -draw(B, T, H).exp() / 8
+    return {n: t if n == "state" else t.to(dtype) for n, t in x.items()}
+
+
+def loop(q, k, v, beta=None, log_decay=None, state=None, *, rule, read):
+    """The equation token by token, everything in the dtype of q."""
+    S = state.to(q.dtype)
+    beta = torch.ones_like(q[..., 0]) if beta is None else beta
+    decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.exp()
+    outputs = []
+    for t in range(q.shape[1]):
+        S, o = core.step(S, *(x[:, t] for x in (q, k, v, beta, decay)), delta=rule == "delta", before=read == "before")
+        outputs.append(o)
+    return torch.stack(outputs, 1), S
+
+
+def results(run, x, up, dtype):
+    """o, state and all gradients by name, of inputs cast to dtype."""
+    leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in x.items()}
+    if dtype != torch.float64:
+        leaves["state"] = x["state"].detach().clone().requires_grad_()
+    o, S = run(**leaves)
+    grads = torch.autograd.grad([o, S], list(leaves.values()), [up[0].to(o.dtype), up[1].to(S.dtype)])
+    return {"o": o, "S": S, **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+
+def compare(precision="highest", **case):
+    """(name, error, allowed) of the worst quantity."""
+    case = FULL | case
+    x = problem(**case)
+    how = dict(rule=case["rule"], read=case["read"])
+    up = torch.randn_like(x["v"], dtype=torch.float32).to(case["dtype"]), torch.randn_like(x["state"])
+    exact = results(lambda **a: loop(**a, **how), x, up, torch.float64)
+    torch.set_float32_matmul_precision(precision)
+    plainly = loop if precision == "highest" else lambda **a: fast_weight(**a, method="chunked")
+    plain = results(lambda **a: plainly(**a, **how), x, up, case["dtype"])
+    got = results(lambda **a: fast_weight(**a, **how, method="kernel"), x, up, case["dtype"])
+    torch.set_float32_matmul_precision("highest")
+    errors = [
+        ((got[n].double() - exact[n]).abs().max().item(), 2 * (plain[n].double() - exact[n]).abs().max().item(), n)
+        for n in exact
+    ]
+    bad = [(n, e, a) for e, a, n in errors if not e <= a]
+    e, a, n = max(errors, key=lambda x: x[0] / max(x[1], 1e-30))
+    return bad, (n, e, a)
+
+
+def cases():
+    for T in (1, 2, 63, 64, 65, 130, 1000):
+        yield dict(T=T)
+    for rule, read, beta, decay in itertools.product(("delta", "sum"), ("after", "before"), (True, False), (True, False)):
+        yield dict(rule=rule, read=read, beta=beta, decay=decay)
+    for K, V in ((16, 16), (16, 96), (96, 16), (32, 64), (128, 64), (64, 128), (128, 128), (192, 80), (256, 256)):
+        yield dict(K=K, V=V)
+        yield dict(K=K, V=V, dtype=torch.float32)
+        yield dict(K=K, V=V, dtype=torch.float32, precision="high")
+        yield dict(K=K, V=V, dtype=torch.float16, rule="sum")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield dict(dtype=dtype, repeat=True)
+        yield dict(dtype=dtype, repeat=True, beta=False, decay=False, K=128, V=128)
+        yield dict(dtype=dtype, T=1000, H=1)
+
+
+def packed_equals_alone(dtype):
+    case = FULL | dict(B=1, T=300, dtype=dtype, sequences=4)
+    x = problem(**case)
+    cuts = [0, 1, 130, 130, 300]
+    o, S = fast_weight(**x, cu_seqlens=torch.tensor(cuts, device="cuda"), method="kernel")
+    for n, (a, b) in enumerate(itertools.pairwise(cuts)):
+        part = {m: t[n : n + 1] if m == "state" else t[:, a:b] for m, t in x.items()}
+        o_n, S_n = fast_weight(**part, method="kernel")
+        assert torch.equal(o[:, a:b], o_n), n
+        assert torch.equal(S[n : n + 1], S_n), n
+
+
+def repeats(times=50, **case):
+    x = problem(**(FULL | case))
+    up = torch.randn_like(x["v"]), torch.randn_like(x["state"])
+    first = results(lambda **a: fast_weight(**a, method="kernel"), x, up, x["v"].dtype)
+    for _ in range(times - 1):
+        again = results(lambda **a: fast_weight(**a, method="kernel"), x, up, x["v"].dtype)
+        for n in first:
+            assert torch.equal(first[n], again[n]), n
+
+
+def main():
+    failures = 0
+    for case in cases():
+        bad, (name, error, allowed) = compare(**case)
+        failures += bool(bad)
+        print("FAIL" if bad else "ok  ", f"{error / allowed:5.2f} of allowed in {name:10s} ({error:.1e})", case, bad or "")
+    for dtype in (torch.bfloat16, torch.float32):
+        packed_equals_alone(dtype)
+    repeats(B=4, T=1000, H=4, K=128, V=128)
+    repeats(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)
+    print("packed sequences equal each by itself; 50 runs bit-identical;", failures, "failures")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

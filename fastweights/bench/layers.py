@@ -1,0 +1,119 @@
+"""`fastweights bench layers`: what a layer costs over its projections and its memory, forward+backward."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fastweights.bench.agree import Disagreement, deviation
+from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.timing import Timing, interleave
+from fastweights.layers import NORMS, PRESETS
+from fastweights.torch import FastWeightAttention, fast_weight
+
+DEFAULT = dict(batch=1, tokens=2048, dim=256, heads=8)
+SMOKE = dict(batch=1, tokens=64, dim=16, heads=2)
+TOLERANCE = 1e-4  # of float32 against float64, over the largest number
+NAMES = ("default", *PRESETS)
+
+
+@dataclass
+class Result:
+    """A layer, timed in milliseconds beside its two parts."""
+
+    name: str
+    error: float
+    timings: dict[str, Timing]
+
+    @property
+    def ratio(self) -> float:
+        parts = self.timings["projections"].median + self.timings["memory"].median
+        return self.timings["layer"].median / parts
+
+
+def make(name: str, dim: int, heads: int) -> FastWeightAttention:
+    torch.manual_seed(0)
+    return FastWeightAttention(dim, heads) if name == "default" else FastWeightAttention.preset(name, dim, heads)
+
+
+def check(layer: FastWeightAttention, x: Tensor) -> float:
+    """How far the layer is from itself in float64, token by token on a prefix; raise when too far."""
+    exact = copy.deepcopy(layer).double()
+    exact.method = "recurrent"
+    prefix = x[:, :96]
+    with torch.no_grad():
+        error = deviation(layer(prefix)[0], exact(prefix.double())[0])
+        whole = deviation(layer(x)[0][:, :96], layer(prefix)[0].double())
+    if not max(error, whole) <= TOLERANCE:
+        raise Disagreement(f"{layer} deviates from float64 by {max(error, whole):.1e} of the largest number; allowed "
+                           f"{TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
+    return error
+
+
+def parts(layer: FastWeightAttention, x: Tensor) -> dict[str, Callable[[], object]]:
+    """The layer, its projections alone and its memory alone, forward+backward."""
+    c = layer.config
+    B, T, _ = x.shape
+    inner = torch.randn(B, T, c.heads * c.value_width, requires_grad=True)
+    weights = dict(layer.named_parameters())
+    width = c.value_width + (NORMS[c.norm][1] and c.rule == "sum")  # the normaliser is one more column
+    q, k = torch.nn.functional.normalize(torch.rand(2, B, T, c.heads, c.feature_width), dim=-1)
+    rates = [torch.rand(B, T, c.heads) if wanted else None for wanted in (c.has_beta, c.decay is not None)]
+    inputs = [q, k, torch.randn(B, T, c.heads, width), *rates]
+    leaves = [t.requires_grad_() for t in inputs if t is not None]
+    ones = torch.randn(B, T, c.dim), torch.randn(B, T, c.heads, width)
+
+    def whole() -> object:
+        return torch.autograd.grad(layer(x)[0], [x, *weights.values()], ones[0])
+
+    def projections() -> object:
+        y = x @ weights["in_proj"]
+        z = inner @ weights["out_proj"]
+        return torch.autograd.grad(
+            [y, z], [x, inner, weights["in_proj"], weights["out_proj"]], [torch.ones_like(y), ones[0]]
+        )
+
+    def memory() -> object:
+        q, k, v, beta, decay = inputs
+        assert q is not None and k is not None and v is not None  # noqa: PT018
+        log_decay = None if decay is None else -decay
+        o, _ = fast_weight(q, k, v, beta=beta, log_decay=log_decay, rule=c.rule)  # type: ignore[arg-type]
+        return torch.autograd.grad(o, leaves, ones[1])
+
+    return dict(layer=whole, projections=projections, memory=memory)
+
+
+def run(
+    names: Sequence[str], *, batch: int, tokens: int, dim: int, heads: int, repeats: int, advance: Callable[[str, float], None]
+) -> list[Result]:  # fmt: skip
+    """Check each layer, then time it in turns with its parts."""
+    results = []
+    for name in names:
+        layer = make(name, dim, heads)
+        x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        error = check(layer, x.detach())
+        results.append(Result(name, error, interleave(parts(layer, x), repeats=repeats)))
+        advance(name, 1)
+    return results
+
+
+def show(results: Sequence[Result], console: Console, *, batch: int, tokens: int, dim: int, heads: int) -> None:
+    table = new_table(f"layers, forward+backward, ms, ({batch}, {tokens}, {dim}), {heads} heads, float32 on cpu")
+    for heading in ("", "layer", "projections", "memory", "layer / (projections + memory)", "error"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for r in results:
+        noisy = "~" if any(t.noisy for t in r.timings.values()) else ""
+        cells = [milliseconds(r.timings[part]) for part in ("layer", "projections", "memory")]
+        table.add_row(r.name, *cells, f"{noisy}{r.ratio:.2f}", f"{r.error:.0e}")
+    console.print(table)
+
+
+def payload(results: Sequence[Result], sizes: dict[str, int]) -> list[dict[str, object]]:
+    return [
+        {"name": r.name, **sizes, "error": r.error, "ratio": r.ratio,
+         **{part: timing_dict(t) for part, t in r.timings.items()}}
+        for r in results
+    ]  # fmt: skip

@@ -1,0 +1,241 @@
+"""Fast Weight Layers for Flax (the mathematics is in fastweights/fwl.py)."""
+
+from dataclasses import KW_ONLY, fields
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fastweights import fwl
+from fastweights.core import FastWeightError
+from fastweights.fwl import FWLOutput, FWLState
+from fastweights.jax import head
+from fastweights.jax.ops import _values, fast_weight
+
+
+def _wide(dtype):
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+OPS = fwl.FWLOps(
+    xp=jnp,
+    nn=jax.nn,
+    fast_weight=fast_weight,
+    wide=lambda x: x.astype(_wide(x.dtype)),
+    cast=lambda x, like: x.astype(like.dtype),
+    arange=lambda n, like: jnp.arange(n),
+    stop=lax.stop_gradient,
+    head=head.head,
+    loss=head.loss,
+    cross_entropy=head.cross_entropy,
+)
+
+
+class FWLBlock(nn.Module):
+    """A Fast Weight Layer (Clark et al. 2022): an output block that learns from the document it reads.
+
+        >>> block = FWLBlock(16, vocab_size=50)
+        >>> tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 50)
+        >>> labels, weights = make_labels(tokens)
+        >>> x = jnp.ones((2, 12, 8))                                       # (B, T, D) from any causal body
+        >>> variables = block.init(jax.random.key(1), x, labels, weights)
+        >>> logits = block.apply(variables, x, labels, weights)
+
+    The logits at token t come from the block's parameters minus step sizes times the gradients of the losses of the
+    tokens before t. Training through them teaches parameters that learn well from a document. Every other method is
+    called with its name: `block.apply(variables, x, labels, weights, method="loss")`. It differentiates in reverse
+    mode.
+
+    Args:
+        size: width of the block's output; its hidden layer is `hidden`, 4 * size when absent.
+        vocab_size: number of labels.
+        attn_chunks: pieces the sequence is cut into for speed (any length); chosen when absent. Changes no result.
+        inputs: width of x; taken from the first call when absent.
+        normalizer: what the summed losses are divided by before their gradient is taken: "batch" (published: all
+            weights of the batch), "sequence" (those of a token's own sequence), or a number of tokens, with which
+            updates depend on nothing but the past: batches, padding and streaming change nothing.
+        step_size: initial value of the six learned step sizes, one per parameter tensor.
+        fast_bias, shared_norm_step: False and True give the published JAX form, the defaults its TensorFlow form.
+        rule: "sum" adds up the gradients; "delta" lets a write replace what its input retrieves.
+        decay: share of the fast weights kept per token; all when absent.
+        clip: largest length of a token's gradient at each layer.
+        first_order: cut the second-order part of the training gradient (the steps still learn).
+        eps: of the layer norm.
+        unembed: an `nn.Embed(vocab_size, size)` whose embedding to share; its own when absent.
+        bias: whether the output embedding has a bias; when absent, only if it is the block's own.
+        dtype: of the computation; that of the input and the parameters together when absent.
+        param_dtype: of the parameters.
+    """
+
+    size: int
+    vocab_size: int
+    attn_chunks: int | None = None
+    _: KW_ONLY
+    inputs: int | None = None
+    hidden: int | None = None
+    normalizer: str | float = "batch"
+    step_size: float = 0.01
+    fast_bias: bool = True
+    shared_norm_step: bool = False
+    rule: str = "sum"
+    decay: float | None = None
+    clip: float | None = None
+    first_order: bool = False
+    eps: float = 1e-6
+    unembed: nn.Embed | None = None
+    bias: bool | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        self.config  # noqa: B018 - its checks
+        if self.unembed is not None:
+            got = self.unembed.num_embeddings, self.unembed.features
+            if got != (self.vocab_size, self.size):
+                raise FastWeightError(f"unembed has shape {got}; expected ({self.vocab_size}, {self.size}): "
+                                      "(vocab_size, size), as nn.Embed(vocab_size, size)")  # fmt: skip
+        super().__post_init__()
+
+    @property
+    def config(self) -> fwl.FWLConfig:
+        """What the block is, for every framework."""
+        return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig)})
+
+    def __call__(self, x: Array, labels: Array, weights: Array) -> Array:
+        """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
+        return self.run(x, labels, weights).logits
+
+    def run(
+        self,
+        x: Array,
+        labels: Array,
+        weights: Array,
+        state: FWLState | None = None,
+        *,
+        cu_seqlens: Array | None = None,
+        logits: bool = True,
+    ) -> FWLOutput:
+        """Logits, per-token loss of both passes and the state after x.
+
+        state: from an earlier call, to go on with the same document.  cu_seqlens: documents packed into one row.
+        logits: False leaves them None and holds a block of the vocabulary at a time.
+        """
+        x, labels, weights = self._checked(x, labels, weights)
+        cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+        if state is not None:
+            fwl.check_state(self.config, state, len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[-1])
+        return fwl.forward(
+            self.config, OPS, self._weights(x), x, labels, weights, state, cu_seqlens=cu_seqlens, logits=logits
+        )  # fmt: skip
+
+    def loss(self, x: Array, labels: Array, weights: Array, *, cu_seqlens: Array | None = None) -> Array:
+        """The training loss, the weighted mean over tokens, without ever holding the logits."""
+        out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
+        weights = jnp.asarray(weights, out.loss.dtype)
+        return jnp.sum(out.loss * weights) / jnp.maximum(jnp.sum(weights), 1e-8)
+
+    def slow_logits(self, x: Array) -> Array:
+        """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""
+        x = self._input(x)
+        p = self._weights(x)
+        return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
+
+    @nn.nowrap
+    def init_state(self, batch: int) -> FWLState:
+        """The state before the first token, for `step`.
+
+        With `inputs` given, `block.init_state(2)`; else `block.apply(variables, 2, method="init_state")`.
+        """
+        c, inputs, dtype = self.config, self.inputs, self.dtype or self.param_dtype
+        if self.scope is not None and self.has_variable("params", "dense1"):
+            inputs = self.get_variable("params", "dense1").shape[0]
+        if inputs is None:
+            raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or "
+                                  'block.apply(variables, batch, method="init_state")')  # fmt: skip
+        zeros = lambda *shape: jnp.zeros((batch, *shape), _wide(dtype))  # noqa: E731
+        return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
+                        zeros(1, 1, 2 * c.size), zeros(inputs).astype(dtype), zeros())  # fmt: skip
+
+    def step(
+        self, x: Array, previous_label: Array | None, state: FWLState, weight: Array | None = None
+    ) -> tuple[Array, FWLState]:
+        """Logits (B, V) and the state for the next token x (B, D).
+
+        previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
+        """
+        if isinstance(self.normalizer, str):
+            raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens for step: "
+                                  "a stream does not know how many tokens will follow")  # fmt: skip
+        x, state = jnp.asarray(x), FWLState(*state)
+        fwl.check_state(self.config, state, len(x), x.shape[-1])
+        if previous_label is None:
+            previous_label, weight = jnp.zeros(len(x), jnp.int32), jnp.zeros_like(state.waiting)
+        weight = jnp.ones_like(state.waiting) if weight is None else jnp.asarray(weight)
+        x, label, weight = self._checked(x[:, None], jnp.asarray(previous_label)[:, None], weight[:, None])
+        return fwl.step(self.config, OPS, self._weights(x), x[:, 0], label[:, 0], weight[:, 0], state)
+
+    @nn.compact
+    def _weights(self, x):
+        """The parameters, by name, in the dtype of x."""
+        shapes = self.config.shapes(x.shape[-1])
+        own_bias = self.unembed is None if self.bias is None else self.bias
+        p = {"unembed_bias": jnp.zeros(self.vocab_size, x.dtype)}
+        for name, shape in shapes.items():
+            if (name == "unembed" and self.unembed is not None) or (name == "unembed_bias" and not own_bias):
+                continue
+            p[name] = self.param(name, self._initial, name, shape).astype(x.dtype)
+        if self.unembed is not None:
+            p["unembed"] = self.unembed.embedding.T.astype(x.dtype)
+        return p
+
+    @nn.nowrap
+    def _initial(self, key, name, shape):
+        if len(shape) == 2:
+            return jax.random.normal(key, shape, self.param_dtype) * shape[0] ** -0.5
+        return jnp.full(shape, dict(scale=1.0, steps=self.step_size).get(name, 0.0), self.param_dtype)
+
+    def _input(self, x):
+        """x in the dtype of the computation."""
+        x = jnp.asarray(x)
+        return x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
+
+    def _checked(self, x, labels, weights):
+        """x, integer labels and weights, checked; their values where there are any yet."""
+        x = self._input(x)
+        labels, weights = jnp.asarray(labels), jnp.asarray(weights, _wide(x.dtype))
+        inputs = self.inputs
+        if self.has_variable("params", "dense1"):
+            inputs = self.get_variable("params", "dense1").shape[0]
+        fwl.check_shapes(self.config, x, labels, weights, inputs)
+        if labels.ndim == 3:
+            labels = jnp.argmax(labels, -1)
+        found, w = _values(labels), _values(weights)
+        if found is not None and w is not None and found.size:
+            bad = w[~((w >= 0) & np.isfinite(w))]
+            fwl.check_values(self.config, int(found.min()), int(found.max()), float(bad[0]) if len(bad) else 0.0)
+        return x, labels, weights
+
+    def __repr__(self) -> str:
+        return (f"FWLBlock({self.size}, {self.vocab_size}, attn_chunks={self.attn_chunks}, "
+                f"normalizer={self.normalizer!r}, rule={self.rule!r})")  # fmt: skip
+
+
+def make_labels(
+    tokens: Array, pad_id: int | None = None, *, cu_seqlens: Array | None = None, dtype: Any = None
+) -> tuple[Array, Array]:
+    """Next-token labels (B, T) and weights (B, T) for tokens (B, T).
+
+    Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+    """
+    tokens = jnp.asarray(tokens)
+    labels = jnp.concatenate([tokens[:, 1:], tokens[:, :1] * 0], 1)
+    weights = jnp.ones(tokens.shape, dtype or jnp.float32).at[:, -1:].set(0)
+    if pad_id is not None:
+        weights = weights * (tokens != pad_id) * (labels != pad_id)
+    if cu_seqlens is not None:
+        ends = jnp.asarray(cu_seqlens)[1:] - 1
+        weights = weights.at[:, jnp.where(ends < 0, tokens.shape[1], ends)].set(0, mode="drop")
+    return labels, weights

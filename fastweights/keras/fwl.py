@@ -1,0 +1,270 @@
+"""Fast Weight Layers for Keras, on its TensorFlow, JAX and torch backends (the mathematics is in fastweights/fwl.py)."""
+
+from dataclasses import asdict
+from typing import Any
+
+import keras
+import numpy as np
+from keras import KerasTensor, ops
+
+from fastweights import core, fwl
+from fastweights.core import FastWeightError, dtype_name
+from fastweights.fwl import FWLOutput, FWLState
+from fastweights.keras import head
+from fastweights.keras.nn import Tensor, add_parameter, matmul, random_generator
+from fastweights.keras.ops import _values, fast_weight
+
+
+def _wide(dtype):
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _fast_weight(q, k, v, *, chunk_size, **how):
+    """A length that TensorFlow does not know while it builds a graph cannot be cut into attn_chunks: 64 at a time."""
+    return fast_weight(q, k, v, chunk_size=chunk_size if q.shape[1] or chunk_size > 1 else None, **how)
+
+
+OPS = fwl.FWLOps(
+    xp=ops,
+    nn=ops,
+    fast_weight=_fast_weight,
+    wide=lambda x: ops.cast(x, _wide(dtype_name(x))),
+    cast=lambda x, like: ops.cast(x, like.dtype),
+    arange=lambda n, like: ops.arange(ops.shape(like)[1] if n is None else n, dtype="int32"),
+    stop=ops.stop_gradient,
+    head=head.head,
+    loss=head.loss,
+    cross_entropy=head.cross_entropy,
+    matmul=matmul,
+)
+
+
+@keras.saving.register_keras_serializable(package="fastweights")
+class FWLBlock(keras.layers.Layer):
+    """A Fast Weight Layer (Clark et al. 2022): an output block that learns from the document it reads.
+
+        >>> block = FWLBlock(16, vocab_size=50)
+        >>> tokens = keras.random.randint((2, 12), 0, 50)
+        >>> labels, weights = make_labels(tokens)
+        >>> logits = block(keras.random.normal((2, 12, 8)), labels, weights)   # x (B, T, D) from any causal body
+
+    The logits at token t come from the block's parameters minus step sizes times the gradients of the losses of the
+    tokens before t. Training through them teaches parameters that learn well from a document.
+
+    Args:
+        size: width of the block's output; its hidden layer is `hidden`, 4 * size when absent.
+        vocab_size: number of labels.
+        attn_chunks: pieces the sequence is cut into for speed (any length); chosen when absent. Changes no result.
+        inputs: width of x; taken from the first call when absent.
+        normalizer: what the summed losses are divided by before their gradient is taken: "batch" (published: all
+            weights of the batch), "sequence" (those of a token's own sequence), or a number of tokens, with which
+            updates depend on nothing but the past: batches, padding and streaming change nothing.
+        step_size: initial value of the six learned step sizes, one per parameter tensor.
+        fast_bias, shared_norm_step: False and True give the published JAX form, the defaults its TensorFlow form.
+        rule: "sum" adds up the gradients; "delta" lets a write replace what its input retrieves.
+        decay: share of the fast weights kept per token; all when absent.
+        clip: largest length of a token's gradient at each layer.
+        first_order: cut the second-order part of the training gradient (the steps still learn).
+        eps: of the layer norm.
+        unembed: a `keras.layers.Embedding(vocab_size, size)` whose weights to share; its own when absent.
+        bias: whether the output embedding has a bias; when absent, only if it is the block's own.
+        name, trainable, dtype: as for any Keras layer; `dtype` may be a policy such as "mixed_bfloat16".
+    """
+
+    def __init__(
+        self,
+        size: int,
+        vocab_size: int,
+        attn_chunks: int | None = None,
+        *,
+        inputs: int | None = None,
+        hidden: int | None = None,
+        normalizer: str | float = "batch",
+        step_size: float = 0.01,
+        fast_bias: bool = True,
+        shared_norm_step: bool = False,
+        rule: str = "sum",
+        decay: float | None = None,
+        clip: float | None = None,
+        first_order: bool = False,
+        eps: float = 1e-6,
+        unembed: keras.layers.Embedding | None = None,
+        bias: bool | None = None,
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, trainable=trainable, dtype=dtype, autocast=False)  # the state stays wide
+        self.config = fwl.FWLConfig(
+            size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
+            fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
+            first_order=first_order, eps=eps,
+        )  # fmt: skip
+        if unembed is not None and (unembed.input_dim, unembed.output_dim) != (vocab_size, size):
+            raise FastWeightError(f"unembed has shape ({unembed.input_dim}, {unembed.output_dim}); expected "
+                                  f"({vocab_size}, {size}): (vocab_size, size), as Embedding(vocab_size, size)")  # fmt: skip
+        self.inputs, self.unembed, self.bias = inputs, unembed, bias
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # see fast_weight
+        self.supports_masking = True  # weights say what is padding; a mask of x goes on to the loss
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the weights; of the shape of x its last number matters, unless `inputs` was given."""
+        inputs = self.inputs if input_shape is None else input_shape[-1]
+        if inputs is None:
+            raise FastWeightError(
+                "inputs is not known yet; expected FWLBlock(..., inputs=D), or one call before this"
+            )  # fmt: skip
+        if self.inputs not in (None, inputs):
+            raise FastWeightError(f"x has shape {tuple(input_shape)}; expected (B, T, {self.inputs}): inputs is "
+                                  f"{self.inputs}")  # fmt: skip
+        initial = self.config.initial(inputs, random_generator())
+        if self.unembed is not None:
+            del initial["unembed"]
+            if not self.unembed.built:
+                self.unembed.build(None)
+        if not (self.unembed is None if self.bias is None else self.bias):
+            del initial["unembed_bias"]
+        self.slow_weights = {name: add_parameter(self, name, value) for name, value in initial.items()}
+
+    def call(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
+        return self.run(x, labels, weights).logits
+
+    def run(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        state: FWLState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        logits: bool = True,
+    ) -> FWLOutput:
+        """Logits, per-token loss of both passes and the state after x.
+
+        state: from an earlier call, to go on with the same document.  cu_seqlens: documents packed into one row.
+        logits: False leaves them None and holds a block of the vocabulary at a time.
+        """
+        x, labels, weights = self._checked(x, labels, weights)
+        cu_seqlens = None if cu_seqlens is None else ops.cast(cu_seqlens, "int32")
+        if state is not None:
+            sequences = x.shape[0]
+            if cu_seqlens is not None:
+                sequences = None if cu_seqlens.shape[0] is None else cu_seqlens.shape[0] - 1
+            fwl.check_state(self.config, state, sequences, x.shape[-1])
+        return fwl.forward(
+            self.config, OPS, self._weights(), x, labels, weights, state, cu_seqlens=cu_seqlens, logits=logits
+        )  # fmt: skip
+
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The training loss, the weighted mean over tokens, without ever holding the logits."""
+        out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
+        weights = ops.cast(weights, out.loss.dtype)
+        return ops.sum(out.loss * weights) / ops.maximum(ops.sum(weights), 1e-8)
+
+    def slow_logits(self, x: Tensor) -> Tensor:
+        """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""
+        x = self._input(x)
+        p = self._weights()
+        return matmul(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"]) + p["unembed_bias"]
+
+    def init_state(self, batch: int) -> FWLState:
+        """The state before the first token, for `step`."""
+        if not self.built:
+            self.build(None)
+        c, inputs, dtype = self.config, self.slow_weights["dense1"].shape[0], self.compute_dtype
+        zeros = lambda *shape, dtype=_wide(dtype): ops.zeros((batch, *shape), dtype)  # noqa: E731
+        return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
+                        zeros(1, 1, 2 * c.size), zeros(inputs, dtype=dtype), zeros())  # fmt: skip
+
+    def step(
+        self, x: Tensor, previous_label: Tensor | None, state: FWLState, weight: Tensor | None = None
+    ) -> tuple[Tensor, FWLState]:
+        """Logits (B, V) and the state for the next token x (B, D).
+
+        previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
+        """
+        if isinstance(self.config.normalizer, str):
+            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
+                                  "a stream does not know how many tokens will follow")  # fmt: skip
+        x, state = ops.convert_to_tensor(x), FWLState(*state)
+        fwl.check_state(self.config, state, x.shape[0], x.shape[-1])
+        if previous_label is None:
+            previous_label, weight = ops.zeros_like(state.waiting, dtype="int32"), ops.zeros_like(state.waiting)
+        weight = ops.ones_like(state.waiting) if weight is None else ops.convert_to_tensor(weight)
+        label = ops.convert_to_tensor(previous_label)[:, None]
+        x, label, weight = self._checked(x[:, None], label, weight[:, None])
+        return fwl.step(self.config, OPS, self._weights(), x[:, 0], label[:, 0], weight[:, 0], state)
+
+    def compute_output_spec(self, x, labels, weights):
+        fwl.check_shapes(self.config, x, labels, weights, self.inputs)
+        return KerasTensor((*x.shape[:2], self.config.vocab_size), self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        arguments = dict(inputs=self.inputs, bias=self.bias)
+        if self.unembed is not None:
+            arguments["unembed"] = keras.saving.serialize_keras_object(self.unembed)
+        return super().get_config() | asdict(self.config) | arguments
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "FWLBlock":
+        if config.get("unembed") is not None:
+            config = config | {"unembed": keras.saving.deserialize_keras_object(config["unembed"])}
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (f"FWLBlock({c.size}, {c.vocab_size}, attn_chunks={c.attn_chunks}, normalizer={c.normalizer!r}, "
+                f"rule={c.rule!r})")  # fmt: skip
+
+    def _weights(self):
+        """The parameters, by name, in the dtype of the computation."""
+        c, dtype = self.config, self.compute_dtype
+        p = {"unembed_bias": ops.zeros((c.vocab_size,), dtype)}
+        p |= {name: ops.cast(w, dtype) for name, w in self.slow_weights.items()}
+        if self.unembed is not None:
+            p["unembed"] = ops.transpose(ops.cast(self.unembed.embeddings, dtype))
+        return p
+
+    def _input(self, x):
+        """x in the dtype of the computation; the first decides the width."""
+        x = ops.cast(x, self.compute_dtype)
+        if not self.built:
+            self.build(tuple(x.shape))
+        return x
+
+    def _checked(self, x, labels, weights):
+        """x, integer labels and weights, checked; their values where there are any yet."""
+        x, labels = self._input(x), ops.convert_to_tensor(labels)
+        weights = ops.cast(weights, _wide(self.compute_dtype))
+        fwl.check_shapes(self.config, x, labels, weights, self.slow_weights["dense1"].shape[0])
+        if len(labels.shape) == 3:
+            labels = ops.argmax(labels, -1)
+        if not getattr(labels, "is_cuda", False) or core.debugging():  # there it would wait for the device
+            found, w = _values(labels), _values(weights)
+            if found is not None and w is not None and found.size:
+                bad = w[~((w >= 0) & np.isfinite(w))]
+                fwl.check_values(self.config, int(found.min()), int(found.max()), float(bad[0]) if len(bad) else 0.0)
+        return x, ops.cast(labels, "int32"), weights
+
+
+def make_labels(
+    tokens: Tensor, pad_id: int | None = None, *, cu_seqlens: Tensor | None = None, dtype: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Next-token labels (B, T) and weights (B, T) for tokens (B, T), which may be a `keras.Input`.
+
+    Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+    """
+    dtype = dtype or keras.config.floatx()
+    if not isinstance(tokens, KerasTensor):
+        tokens = ops.convert_to_tensor(tokens)
+    labels = ops.concatenate([tokens[:, 1:], ops.zeros_like(tokens[:, :1])], 1)
+    weights = ops.concatenate([ops.ones_like(tokens[:, 1:], dtype), ops.zeros_like(tokens[:, :1], dtype)], 1)
+    if pad_id is not None:
+        real = ops.logical_and(ops.not_equal(tokens, pad_id), ops.not_equal(labels, pad_id))
+        weights = weights * ops.cast(real, dtype)
+    if cu_seqlens is not None:
+        t = ops.arange(ops.shape(tokens)[1], dtype="int32")
+        ends = ops.any(ops.cast(cu_seqlens, "int32")[1:, None] - 1 == t, 0)
+        weights = weights * ops.cast(ops.logical_not(ends), dtype)
+    return labels, weights

@@ -1,0 +1,47 @@
+"""Dynamic evaluation of a language model of this package: memory is carried and all weights learn."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastweights.lm.config import DYNAMIC_LR
+from fastweights.lm.model import LanguageModel
+from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
+
+EPS = 1e-4  # added to the root mean squared gradient that divides a weight's step
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The rate and span of updates, and training batches (B, T) that say how large each weight's gradients are.
+
+    Without batches, plain gradient descent.
+    """
+
+    lr: float = DYNAMIC_LR
+    decay: float = 0.0
+    segment: int = 64
+    batches: tuple[Tensor, ...] = ()
+
+
+@contextmanager
+def adapting(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
+    """A function that scores a document (1, T + 1) from a state, (T,); each starts from the trained weights."""
+    statistics = GradientStatistics.collect(model, how.batches, call=LanguageModel.logits) if how.batches else None
+    first: list[Any] = [None]
+
+    def call(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return model.logits(tokens, first[0] if state is None else state)
+
+    with DynamicEvaluation(model, rule="rms" if how.batches else "sgd", lr=how.lr, decay=how.decay, eps=EPS,
+                           segment=how.segment, carry=True, statistics=statistics, call=call) as dynamic:  # fmt: skip
+
+        def run(row: Tensor, state: Any) -> Tensor:
+            first[0] = state
+            dynamic.reset()
+            return dynamic.run(row).losses[0]
+
+        yield run

@@ -1,0 +1,80 @@
+"""Generation: one token at a time from a memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastweights.core import FastWeightError
+from fastweights.lm.memory import Memory
+from fastweights.lm.model import LanguageModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. temperature 0 takes the likeliest."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise FastWeightError(f"temperature is {self.temperature}; expected 0 or more")
+        if self.top_k < 0:
+            raise FastWeightError(f"top_k is {self.top_k}; expected the number of tokens to choose from, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise FastWeightError(f"top_p is {self.top_p}; expected above 0 and at most 1: the probability to keep")
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """One token for logits (V,)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        ordered, order = (logits.float().cpu() / self.temperature).sort(descending=True)
+        if self.top_k:
+            ordered, order = ordered[: self.top_k], order[: self.top_k]
+        p = ordered.softmax(-1)
+        p = torch.where(p.cumsum(-1) - p < self.top_p, p, 0.0)  # the likeliest always stays
+        return int(order[torch.multinomial(p, 1, generator=generator)])
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel, memory: Memory, tokens: int, how: Sampling | None = None, *, learn: bool = True
+) -> Iterator[int]:
+    """Tokens that follow what `memory` has read, up to the end of the document or `tokens` of them.
+
+    learn: whether a Fast Weight Layer goes on learning, from what it generates.
+    """
+    how = how or Sampling()
+    model.eval()
+    state = model._take(memory).state
+    generator = torch.Generator().manual_seed(how.seed)
+    token = memory.last
+    for _ in range(tokens):
+        logits, state = model.step(torch.tensor([token], device=model.embedding.weight.device), state, learn=learn)
+        token = how.draw(logits[0], generator)
+        if token == model.vocab - 1:  # the start of another document
+            return
+        yield token
+
+
+def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Iterator[str]:
+    """Text as it becomes known: a character is given when all its bytes are there; stops after `until`."""
+    import codecs
+
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    seen = ""
+    for token in tokens:
+        piece = decoder.decode(model.tokenizer.decode([token]))
+        seen = (seen + piece)[-len(until) - len(piece) :] if until else ""
+        if until and until in seen:
+            yield piece[: len(piece) - (len(seen) - seen.index(until) - len(until))]
+            return
+        if piece:
+            yield piece
+    rest = decoder.decode(b"", final=True)
+    if rest:
+        yield rest

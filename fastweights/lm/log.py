@@ -1,0 +1,89 @@
+"""What a run reports: a progress bar, metrics.jsonl, and TensorBoard when it is installed."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fastweights.core import FastWeightError
+
+
+class Log:
+    """Use as a context; `step` after every step, `point` where a line shall be kept."""
+
+    def __init__(
+        self, run: Path, metrics: str, start: int, steps: int, bytes_per_token: float, console: Console | None
+    ):
+        self.path, self.bytes_per_token = run / metrics, bytes_per_token
+        self.console = console or Console(quiet=True)
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=console is None)
+        self.task = self.progress.add_task("training", total=steps, completed=start)
+        _keep_until(self.path, start)
+        self.board = _board(run, start)
+
+    def __enter__(self) -> "Log":
+        self.file = open(self.path, "a")
+        if self.console.is_terminal:
+            self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+    def bits(self, loss: float) -> float:
+        """Bits per byte for nats per token."""
+        return loss / math.log(2) / self.bytes_per_token
+
+    def step(self, step: int, done: float, loss: float, speed: float) -> None:
+        """done: the share of the run behind us, by steps or by time."""
+        text = f"loss {loss:.3f}  {self.bits(loss):.3f} bits/byte  {speed:,.0f} tokens/s"
+        total = max(step, round(step / done)) if done else None
+        self.progress.update(self.task, completed=step, total=total, description=text)
+
+    def point(self, **values: Any) -> None:
+        """One line of metrics.jsonl, the same to TensorBoard, and a line on the screen where a loss was validated."""
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise FastWeightError(f"cannot write {self.path}: {error.strerror}") from None
+        if self.board is not None:
+            for name, x in values.items():
+                if name != "step":
+                    self.board.add_scalar(name, x, values["step"])
+        if "valid_bits_per_byte" in values:
+            self.console.print(
+                f"step {values['step']:>6}   train {values['bits_per_byte']:.3f}   valid "
+                f"{values['valid_bits_per_byte']:.3f} bits/byte   {values['tokens_per_second']:,.0f} tokens/s",
+                highlight=False,
+            )
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Forget what an interrupted run logged after its last checkpoint."""
+    if path.exists():
+        lines = [
+            line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step
+        ]
+        path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def _board(run: Path, start: int) -> Any:
+    # TensorBoard imports TensorFlow where it finds it, for seconds and pages of warnings; this name stops it
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)

@@ -1,0 +1,204 @@
+"""The language model: one trunk for every mixer, two heads, and a state that goes in and comes out.
+
+Shapes: B rows, T tokens, D width, V vocabulary.
+"""
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fastweights.fwl import FWLState
+from fastweights.lm.config import Config
+from fastweights.lm.memory import Memory
+from fastweights.lm.mixers import Pieces, mixer, on_tensors
+from fastweights.torch import head as blockwise
+from fastweights.torch.fwl import FWLBlock
+
+EPS = 1e-6  # of the norms
+FAST_TOKENS = 256.0  # divides the losses that a Fast Weight Layer descends; a number, so only the past matters
+FAST_STEP = 0.1  # its initial step size
+
+
+class State(NamedTuple):
+    """What a model remembers: a state per block, and what its Fast Weight Layer has learned, if it has one."""
+
+    blocks: list
+    fast: FWLState | None
+
+
+class Scores(NamedTuple):
+    """loss (B, T) per token;  slow (B, T), that of a Fast Weight Layer which has learned nothing, or None;  state."""
+
+    loss: Tensor
+    slow: Tensor | None
+    state: State
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gated = config.ff == "swiglu"
+        width = config.hidden or (-(-config.dim * 8 // 3 // 16) * 16 if self.gated else 4 * config.dim)
+        self.into = nn.Linear(config.dim, width * (1 + self.gated), bias=False)
+        self.out = nn.Linear(width, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        if not self.gated:
+            return self.out(F.relu(x))
+        gate, x = x.chunk(2, -1)
+        return self.out(F.silu(gate) * x)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: Config, name: str):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(config.dim, EPS), nn.RMSNorm(config.dim, EPS)
+        self.mixer = mixer(name, config.dim, config.heads, config.window or config.length)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, state: Any, pieces: Pieces | None) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.norm1(x), state, pieces)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.feed_forward(self.norm2(x))), state
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm and the embedding again.
+
+        >>> model = LanguageModel(Config(dim=16, heads=2, depth=1), vocab=257)
+        >>> scores = model.score(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long))
+        >>> scores.loss.shape
+        torch.Size([1, 8])
+
+    `tokenizer` is set by `load`; with it `read` takes bytes.
+    """
+
+    def __init__(self, config: Config, vocab: int):
+        super().__init__()
+        self.config, self.vocab = config, vocab
+        self.tokenizer: Any = None
+        self.embedding = nn.Embedding(vocab, config.dim)
+        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
+        self.blocks = nn.ModuleList(Block(config, name) for name in config.mixers)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.feed_forward.out.weight.mul_((2 * len(self.blocks)) ** -0.5)
+        self.norm = nn.RMSNorm(config.dim, EPS)
+        self.fast = None
+        if config.head == "fwl":
+            hidden = config.fast_hidden or 2 * config.dim
+            self.fast = FWLBlock(config.dim, vocab, inputs=config.dim, hidden=hidden, normalizer=FAST_TOKENS,
+                                 step_size=FAST_STEP, unembed=self.embedding.weight)  # fmt: skip
+
+    def init_state(self, batch: int) -> State:
+        """The state before the first token."""
+        blocks = [block.mixer.init_state(batch) for block in self.blocks]
+        return State(blocks, None if self.fast is None else self.fast.init_state(batch))
+
+    def forward(self, tokens: Tensor, state: State | None = None, pieces: Pieces | None = None) -> tuple[Tensor, list]:
+        """Features (B, T, D) for tokens (B, T), and the states of the blocks."""
+        blocks = self.init_state(len(tokens)).blocks if state is None else state.blocks
+        x, after = self.embedding(tokens), []
+        for block, memory in zip(self.blocks, blocks, strict=True):
+            if self.config.checkpointing and self.training:
+                x, memory = checkpoint(block, x, memory, pieces, use_reentrant=False)
+            else:
+                x, memory = block(x, memory, pieces)
+            after.append(memory)
+        return self.norm(x), after
+
+    def score(
+        self, tokens: Tensor, labels: Tensor, state: State | None = None, *, weights: Tensor | None = None,
+        pieces: Pieces | None = None, learn: bool = True,
+    ) -> Scores:  # fmt: skip
+        """The loss of each label (B, T) given the tokens (B, T) up to it.
+
+        weights (B, T): 0 where a Fast Weight Layer shall not learn from the label.  learn=False: it learns nothing.
+        """
+        state = self.init_state(len(tokens)) if state is None else state
+        x, blocks = self(tokens, state, pieces)
+        if self.fast is None:
+            zero = x.new_zeros(self.vocab)
+            return Scores(blockwise.loss(x, self.embedding.weight.mT, zero, labels), None, State(blocks, None))
+        if not learn:
+            logits = self.fast.slow_logits(x).float()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+            return Scores(loss, loss, State(blocks, state.fast))
+        weights = torch.ones(labels.shape, device=x.device) if weights is None else weights
+        out = self._learn(x, labels, weights, state.fast, pieces)
+        return Scores(out.loss, out.slow_loss, State(blocks, out.state))
+
+    def _learn(self, x, labels, weights, fast, pieces):
+        if pieces is None or pieces.whole:
+            fast = fast if pieces is None else on_tensors(pieces.kept, fast)
+            return self.fast.run(x, labels, weights, fast, logits=False)
+        out = self.fast.run(x.reshape(1, -1, x.shape[-1]), labels.reshape(1, -1), weights.reshape(1, -1),
+                            on_tensors(pieces.enter, fast), cu_seqlens=pieces.cu_seqlens, logits=False)  # fmt: skip
+        return out._replace(loss=out.loss.view(labels.shape), slow_loss=out.slow_loss.view(labels.shape),
+                            state=on_tensors(pieces.leave, out.state))  # fmt: skip
+
+    def logits(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits (B, T, V) and the state; a Fast Weight Layer learns nothing."""
+        x, blocks = self(tokens, state)
+        logits = x @ self.embedding.weight.mT if self.fast is None else self.fast.slow_logits(x)
+        return logits, State(blocks, None if state is None else state.fast)
+
+    @torch.no_grad()
+    def step(self, token: Tensor, state: State, *, learn: bool = True) -> tuple[Tensor, State]:
+        """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax."""
+        x, blocks = self(token[:, None], state)
+        if self.fast is None:
+            return (x @ self.embedding.weight.mT)[:, 0], State(blocks, None)
+        if not learn:
+            return self.fast.slow_logits(x)[:, 0], State(blocks, state.fast)
+        logits, fast = self.fast.step(x[:, 0], token, state.fast)  # token is the label that was waited for
+        return logits, State(blocks, fast)
+
+    @torch.no_grad()
+    def read(self, text: bytes | str | np.ndarray, memory: Memory | None = None, *, segment: int = 1024) -> Memory:
+        """Read a text of any length once, after `memory` if given; the memory has the same size for any length."""
+        was_training = self.training
+        self.eval()
+        tokens = self._tokens(text, memory)
+        state = self.init_state(1) if memory is None else self._take(memory).state
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        if state.fast is not None and state.fast.waiting.any():  # after generated tokens, one of which is unlearned
+            segment = 1
+        for at in range(0, inputs.shape[1], segment):
+            part = slice(at, at + segment)
+            if segment == 1:
+                _, state = self.step(inputs[:, at], state)
+            else:
+                state = self.score(inputs[:, part], labels[:, part], state).state
+        self.train(was_training)
+        count = tokens.shape[1] + (0 if memory is None else memory.count - 1)
+        return Memory(on_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
+
+    def _tokens(self, text, memory):
+        if isinstance(text, str):
+            text = text.encode()
+        encoded = self.tokenizer.encode(text) if isinstance(text, bytes) else np.asarray(text, np.int64)
+        before = [self.vocab - 1 if memory is None else memory.last]
+        return torch.from_numpy(np.r_[before, encoded])[None].to(self.embedding.weight.device)
+
+    def _take(self, memory):
+        memory.check(self.fingerprint())
+        return memory.to(self.embedding.weight.device)
+
+    def fingerprint(self) -> str:
+        """Of the configuration and the weights: what a memory belongs to."""
+        digest = hashlib.sha256(json.dumps([self.config.fingerprint, self.vocab]).encode())
+        for name, x in self.state_dict().items():
+            digest.update(name.encode())
+            digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.dim() else b"")
+        return digest.hexdigest()[:32]

@@ -1,0 +1,80 @@
+"""An evaluation on screen, as JSON and as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fastweights.lm.evaluation import EDGES, Score, Text, curve
+
+LABELS = {
+    "static": "static windows",
+    "memory": "carried memory",
+    "fast": "memory + Fast Weight Layer",
+    "dynamic": "memory + dynamic evaluation",
+}
+COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "fast": "#2a9d4e", "dynamic": "#d1495b"}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The table: one row per mode, then the compressors."""
+    texts = found["texts"]
+    title = f"{len(texts)} document{'s' * (len(texts) != 1)}, {found['bytes']:,} bytes, {found['tokens']:,} tokens"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("bits/byte", "perplexity", "tokens/s", "carried"):
+        table.add_column(name, justify="right")
+    spans = [i for i in range(len(EDGES)) if any(m["by_position"][i] is not None for m in found["modes"])]
+    for i in spans:
+        table.add_column(_span(i), justify="right", style="dim")
+    best = min(m["bits_per_byte"] for m in found["modes"])
+    for m in found["modes"]:
+        places = [_number(m["by_position"][i]) for i in spans]
+        table.add_row(
+            LABELS[m["mode"]], f"{m['bits_per_byte']:.3f}", f"{m['perplexity']:.2f}", f"{m['tokens_per_second']:,.0f}",
+            _size(m["state_bytes"]), *places, style="bold" if m["bits_per_byte"] == best else None,
+        )  # fmt: skip
+    for name, bits in found["compressors"].items():
+        table.add_row(name, f"{bits:.3f}")
+    console.print(table)
+    console.print("Columns on the right: bits per byte by position in the document.", style="dim")
+
+
+def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bool:
+    """Bits per byte against position; False when matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for score in scores:
+        x, y = curve(score, texts, lengths)
+        axes.plot(x, y, label=LABELS[score.mode], color=COLOURS[score.mode], linewidth=2)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("position in the document (bytes)")
+    axes.set_ylabel("bits per byte")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    axes.set_title(
+        f"{len(texts)} held-out documents, {sum(len(t.data) for t in texts):,} bytes", loc="left", fontsize=10
+    )
+    figure.savefig(path)
+    return True
+
+
+def _span(i: int) -> str:
+    low = f"{EDGES[i] // 1024}k" if EDGES[i] else "0"
+    return f"{low}-{EDGES[i + 1] // 1024}k" if i + 1 < len(EDGES) else f"{low}-"
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.3f}"
+
+
+def _size(n: int) -> str:
+    return "-" if not n else f"{n / 1024:,.0f} KiB"

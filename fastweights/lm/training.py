@@ -1,0 +1,215 @@
+"""Training: one loop, which goes on from any step as if it had never stopped."""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fastweights.core import FastWeightError
+from fastweights.lm import folder
+from fastweights.lm.config import Config
+from fastweights.lm.data import Batches, Corpus, prepare
+from fastweights.lm.log import Log
+from fastweights.lm.mixers import Pieces, on_tensors
+from fastweights.lm.model import LanguageModel, State
+
+VALID_TOKENS = 32_768
+SLOW_SHARE = 0.5  # of the loss of a Fast Weight Layer that has learned nothing in the loss that is trained
+
+
+class Objective(nn.Module):
+    """The weighted sum of losses of one batch, as a module that can be wrapped."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor, state: State, pieces: Pieces) -> tuple:
+        scores = self.model.score(tokens, labels, state, weights=weights, pieces=pieces)
+        loss = (scores.loss * weights).sum()
+        trained = loss
+        if scores.slow is not None:
+            trained = loss * (1 - SLOW_SHARE) + SLOW_SHARE * (scores.slow * weights).sum()
+        return trained, loss.detach(), on_tensors(Tensor.detach, scores.state)
+
+
+def train(config: Config, run: str | Path, *, resume: bool = False, console: Console | None = None,
+          cache: Path | None = None) -> Path:  # fmt: skip
+    """Train a model into the folder `run`; returns the folder.
+
+    train(Config.of("laptop", steps=100), "runs/first")
+    """
+    run = Path(run)
+    config = _claim(run, config, resume)
+    device = folder.pick_device(config.device)
+    corpus = prepare(config.data, config.tokenizer, cache)
+    run.mkdir(parents=True, exist_ok=True)
+    corpus.tokenizer.save(run)
+    torch.manual_seed(config.seed)
+    model = LanguageModel(config, corpus.tokenizer.size).to(device)
+    optimizer = make_optimizer(model, config)
+    if not resume:
+        folder.write_config(run, config, model.vocab, corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name,
+                            parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+    states: list[State] = []
+    at: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
+    if resume:
+        states, at = folder.restore(run, model, optimizer, device)
+    Trainer(config, run, corpus, model, optimizer, device).go(states, at, console)
+    return run
+
+
+def _claim(run: Path, config: Config, resume: bool) -> Config:
+    """The configuration to train: the run's own when it is resumed."""
+    if resume:
+        config, _ = folder.read_config(run)
+        if not (run / folder.LAST).exists():
+            raise FastWeightError(f"run {run} has no {folder.LAST}; expected a run that saved a checkpoint to resume")
+        return config
+    if (run / folder.CONFIG).exists():
+        raise FastWeightError(f"run {run} exists; expected a new folder, or --resume to go on with it")
+    return config
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def share_of_rate(config: Config, step: int, done: float) -> float:
+    """Linear warm-up, then a cosine down to final_lr.  done: the share of the run behind us."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class Trainer:
+    def __init__(self, config: Config, run: Path, corpus: Corpus, model: LanguageModel, optimizer, device: str):
+        self.config, self.run, self.corpus, self.model = config, run, corpus, model
+        self.optimizer, self.device = optimizer, device
+        rows = config.batch * config.accumulate
+        self.batches = Batches(corpus.splits["train"], rows, config.length, config.seed, config.context == "carried")
+        self.objective: Any = Objective(model)
+        if config.compile:
+            for block in model.blocks:
+                block.compile(dynamic=True)
+        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
+        self.autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
+
+    def go(self, states: list[State], at: dict[str, Any], console: Console | None) -> None:
+        c = self.config
+        step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
+        log = Log(self.run, folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console)
+        tokens_per_step = c.batch * c.accumulate * c.length
+        done, busy, trained = 0.0, 0.0, 0  # seconds and steps of training alone
+        with log, interruptible() as stopped:
+            while step < c.steps and done < 1:
+                seconds = before + time.perf_counter() - began
+                done = max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
+                started = time.perf_counter()
+                loss, states = self.step(step, share_of_rate(c, step, done), states)
+                busy, trained, step = busy + time.perf_counter() - started, trained + 1, step + 1
+                seconds = before + time.perf_counter() - began
+                done = max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
+                speed = trained * tokens_per_step / busy
+                log.step(step, done, loss, speed)
+                values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=log.bits(loss))
+                over = step >= c.steps or done >= 1
+                if not math.isfinite(loss):
+                    raise FastWeightError(f"the loss is {loss} at step {step}; expected a number: try a smaller --lr")
+                if step % c.eval_every == 0 or over or stopped:
+                    valid = self.validate()
+                    values |= dict(valid_loss=valid, valid_bits_per_byte=log.bits(valid), tokens_per_second=speed)
+                    if valid < best:
+                        best = valid
+                        folder.save_best(self.run, self.model, step)
+                log.point(**values)
+                if "valid_loss" in values:
+                    about = dict(step=step, seconds=seconds, best=best)
+                    folder.save_last(self.run, self.model, self.optimizer, states, about)
+                if stopped and not over:
+                    line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
+                    log.console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    return
+
+    def step(self, step: int, rate: float, states: list[State]) -> tuple[float, list[State]]:
+        """One step of the optimiser: the loss per token before it, and the states to carry on."""
+        c = self.config
+        torch.manual_seed(c.seed * 1_000_003 + step)  # dropout
+        self.model.train()
+        rows = self.batches[step]
+        weight = float((rows[:, 1:] != self.model.vocab - 1).sum())
+        fresh = c.context == "packed" or self.batches.starts_epoch(step) or not states
+        if fresh:
+            states = [self.model.init_state(c.batch) for _ in range(c.accumulate)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = c.lr * rate
+        self.optimizer.zero_grad(set_to_none=True)
+        total, after = 0.0, []
+        for i, state in enumerate(states):
+            batch = to_batch(rows[i * c.batch : (i + 1) * c.batch], self.model.vocab - 1, self.device)
+            with self.autocast:
+                trained, loss, state = self.objective(*batch[:3], state, batch[3])
+            (trained / weight).backward()
+            total, after = total + float(loss), [*after, state]
+        if c.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
+        self.optimizer.step()
+        return total / weight, after
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Loss per token on the validation documents, memory carried."""
+        split, c = self.corpus.splits["valid"], self.config
+        length = min(c.length, max(1, len(split.tokens) - 1))
+        rows = max(1, min(c.batch, (len(split.tokens) - 1) // length))
+        batches = Batches(split, rows, length, 0, True)
+        self.model.eval()
+        state, total, weight = self.model.init_state(rows), 0.0, 0.0
+        for i in range(min(batches.per_epoch, max(1, VALID_TOKENS // (rows * length)))):
+            tokens, labels, weights, pieces = to_batch(batches[i], self.model.vocab - 1, self.device)
+            with self.autocast:
+                scores = self.model.score(tokens, labels, state, weights=weights, pieces=pieces)
+            state = scores.state
+            total, weight = total + float((scores.loss * weights).sum()), weight + float(weights.sum())
+        return total / max(1.0, weight)
+
+
+def to_batch(rows: np.ndarray, start: int, device: str) -> tuple[Tensor, Tensor, Tensor, Pieces]:
+    """tokens, labels, weights (B, T) and pieces of rows (B, T + 1); a document's start is never a label."""
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    to = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)  # noqa: E731
+    return to(tokens), to(labels), to((labels != start).astype(np.float32)), Pieces.of(tokens == start, device)
+
+
+@contextmanager
+def interruptible() -> Iterator[list]:
+    """A list that is empty until Ctrl-C or a polite kill; a second Ctrl-C stops at once."""
+    stopped: list[int] = []
+
+    def stop(number, frame):
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+
+    try:
+        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread
+        before = {}
+    try:
+        yield stopped
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,154 @@
+"""`fast_weight` as Triton kernels: the chunk inverses, a walk over the memory, and the same backwards.
+
+docs/maths.md derives what they compute. Block sizes are fixed by shape and dtype, so that a first call compiles and
+never measures. The operators are registered, so that autograd, torch.compile, vmap and checkpointing know them.
+"""
+
+import torch
+from torch import Tensor
+
+from fastweights.core import FastWeightError
+from fastweights.torch import autograd
+from fastweights.torch.kernels import backward, chunks, forward, inverse
+from fastweights.torch.layout import bound
+
+WIDEST_KEY = 256  # K: a program holds all rows of its columns of the memory
+
+
+def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before):
+    """(o, state), or FastWeightError with the reason why the kernels cannot run these inputs."""
+    if reason := refusal(q):
+        raise FastWeightError(f'method="kernel" {reason}')
+    if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
+        k, v = k.view_as(k), v.view_as(v)
+    inputs = (q, k, v, beta, log_decay, state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    exact = torch.get_float32_matmul_precision() == "highest"
+    o, state, *_ = Kernel.apply(*inputs, cu_seqlens, delta, before, exact, save)
+    return o, state
+
+
+def refusal(q: Tensor) -> str | None:
+    """Why the kernels cannot run on inputs like q, or None."""
+    if q.dtype == torch.float64:
+        return "computes in float32 or less; q is torch.float64"
+    if q.shape[-1] > WIDEST_KEY:
+        return f"holds keys of at most {WIDEST_KEY} features; q has {q.shape[-1]}"
+    if not q.is_cuda and not interpreted():
+        return f"needs a CUDA device; q is on {q.device}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton was imported in its interpreter mode, which runs kernels on the CPU."""
+    return type(forward._forward).__name__ == "InterpretedFunction"
+
+
+def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save):
+    """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each row, if saved."""
+    q, k, v, beta, log_decay, state = contiguous(q, k, v, beta, log_decay, state)
+    layout = chunks.Layout.of(q, cu_seqlens)
+    precision = "tf32x3" if exact else "tf32"
+    beta, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
+    X = inverse.inverse(k, beta, log_g, layout, precision) if delta else None
+    o, state, u, S = forward.walk(q, k, v, beta, log_g, X, state, layout,
+                                  delta=delta, before=before, precision=precision, save=save)  # fmt: skip
+    return o, state, X if save and delta else q.new_empty(0), u, S
+
+
+def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact):
+    """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
+    do, dfinal, q, k, v, beta, log_decay = contiguous(do, dfinal, q, k, v, beta, log_decay)
+    how = dict(delta=delta, before=before, precision="tf32x3" if exact else "tf32")
+    layout = chunks.Layout.of(q, cu_seqlens)
+    beta_rows, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
+    dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
+    grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, u, S, D, do, dy, layout, **how)
+    return *grads, dstate
+
+
+def contiguous(*tensors):
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def saved_shapes(q, v, cu_seqlens, delta):
+    """Shapes of X, u and S that `run_forward` saves."""
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    rows = bound(B, T, chunks.C, cu_seqlens)
+    return (rows, H, chunks.C, chunks.C) if delta else (0,), v.shape if delta else (0,), (rows, H, K, V)
+
+
+@torch.library.custom_op("fastweights::kernel", mutates_args=())
+def kernel_op(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
+    cu_seqlens: Tensor | None, delta: bool, before: bool, exact: bool, save: bool,
+) -> autograd.Saved:  # fmt: skip
+    return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save)
+
+
+@kernel_op.register_fake
+def _(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save):
+    shapes = saved_shapes(q, v, cu_seqlens, delta) if save else ((0,),) * 3
+    return (
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+        state.new_empty(state.shape),
+        *(v.new_empty(shape) for shape in shapes),
+    )
+
+
+@torch.library.custom_op("fastweights::kernel_backward", mutates_args=())
+def backward_op(
+    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
+    state: Tensor, cu_seqlens: Tensor | None, X: Tensor, u: Tensor, S: Tensor,
+    delta: bool, before: bool, exact: bool,
+) -> autograd.Gradients:  # fmt: skip
+    if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
+        X, u, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, True)[2:]
+    grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact)
+    dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
+    return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
+
+
+@backward_op.register_fake
+def _(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact):
+    like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    rates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_decay))
+    return *like, *rates, state.new_empty(state.shape)
+
+
+class Kernel(autograd.Chunked):
+    """`kernel_op` with its gradient."""
+
+    @staticmethod
+    def forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save):
+        return kernel_op(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save)
+
+    @staticmethod
+    def backward(ctx, do, dfinal, *unused):
+        q, k, v, beta, log_decay, state, *rest = ctx.saved_tensors
+        do = torch.zeros_like(v) if do is None else do
+        dfinal = torch.zeros_like(state) if dfinal is None else dfinal
+        grads = KernelBackward.apply(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
+        grads = [None if x is None else g for x, g in zip((q, k, v, beta, log_decay, state), grads, strict=True)]
+        return *grads, None, None, None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        unsaved = lambda *x: Kernel.apply(*x[:-1], False)  # noqa: E731 (its rows mix batch and steps)
+        return autograd._fold(unsaved, 6, info.batch_size, in_dims, args)
+
+
+class KernelBackward(autograd.ChunkedBackward):
+    """`backward_op`; its own gradient, for second derivatives, is that of `autograd.plain`."""
+
+    @staticmethod
+    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact):
+        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        autograd.ChunkedBackward.setup_context(ctx, (*inputs[:-1], chunks.C), output)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return autograd._fold(KernelBackward.apply, 8, info.batch_size, in_dims, args)

@@ -1,0 +1,149 @@
+"""Where a chunk's tokens are, for plain and for packed batches, and the decay between them.
+
+Tokens of all sequences form one axis, (B * T, H, width). A row is one chunk of C tokens of one sequence; the rows of a
+sequence follow each other. Without packing both are arithmetic; packed, two small tables say it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from fastweights.core import check_offsets
+
+C = 64  # tokens per chunk
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Either every sequence has T tokens in `per` rows, or the tables say where each begins."""
+
+    sequences: int
+    rows: int
+    room: int  # rows that any packing of these shapes needs at most: what is allocated
+    T: int
+    per: int
+    of_sequence: torch.Tensor | None = None  # (sequences, 3): first token, tokens, first row
+    of_row: torch.Tensor | None = None  # (rows, 2): first token, tokens of the sequence from there on
+
+    @classmethod
+    def of(cls, q, cu_seqlens):
+        B, T = q.shape[:2]
+        if cu_seqlens is None:
+            per = triton.cdiv(T, C)
+            return cls(B, B * per, B * per, T, per)
+        offsets = cu_seqlens.tolist()
+        check_offsets(offsets, T)
+        return cls.packed(offsets, q.device)
+
+    @classmethod
+    def packed(cls, offsets, device):
+        start = torch.tensor(offsets[:-1])
+        length = torch.tensor(offsets[1:]) - start
+        chunks = (length + C - 1) // C
+        last = chunks.cumsum(0)
+        sequence = torch.repeat_interleave(torch.arange(len(start)), chunks)
+        step = torch.arange(len(sequence)) - (last - chunks)[sequence]
+        of_sequence = torch.stack([start, length, last - chunks], 1)
+        of_row = torch.stack([start[sequence] + step * C, length[sequence] - step * C], 1)
+        room = offsets[-1] // C + len(start)
+        return cls(len(start), len(sequence), room, 0, 0, of_sequence.to(device), of_row.to(device))
+
+    @property
+    def arguments(self):
+        """What every kernel takes to find its tokens."""
+        return dict(of_sequence=self.of_sequence, of_row=self.of_row, T=self.T, per=self.per,
+                    PACKED=self.of_row is not None)  # fmt: skip
+
+
+@triton.jit
+def find_sequence(of_sequence, T, per, n, PACKED: tl.constexpr):
+    """First token, number of tokens and first row of sequence n."""
+    if PACKED:
+        return tl.load(of_sequence + 3 * n), tl.load(of_sequence + 3 * n + 1), tl.load(of_sequence + 3 * n + 2)
+    else:
+        return n * T, n * 0 + T, n * per
+
+
+@triton.jit
+def find_row(of_row, T, per, row, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a row, and how many tokens its sequence has from there on."""
+    if PACKED:
+        return tl.load(of_row + 2 * row), tl.load(of_row + 2 * row + 1)
+    else:
+        within = row % per * C
+        return row // per * T + within, T - within
+
+
+@triton.jit
+def load_tile(x, token, head, column, left, H: tl.constexpr, width: tl.constexpr, C: tl.constexpr):
+    """x[token : token + C, head, column] [C, columns], zero past the sequence's end and past the width."""
+    i = tl.arange(0, C)
+    at = i[:, None] * (H * width) + column[None, :]  # int32, the same for every chunk
+    mask = (i < left)[:, None] & (column < width)[None, :]
+    return tl.load(x + (token * H + head) * width + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, token, head, column, left, H: tl.constexpr, width: tl.constexpr, C: tl.constexpr):
+    """The inverse of `load_tile`."""
+    i = tl.arange(0, C)
+    at = i[:, None] * (H * width) + column[None, :]
+    mask = (i < left)[:, None] & (column < width)[None, :]
+    tl.store(x + (token * H + head) * width + at, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def product(a, b, c, PRECISION: tl.constexpr):
+    """a @ b + c in float32. tf32 is rounded to nearest here: the tensor cores drop the bits that do not fit."""
+    if PRECISION == "tf32" and a.dtype == tl.float32:
+        a, b = _round(a), _round(b)
+    return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def _round(x):
+    return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def read_decay(log_g, i, BEFORE: tl.constexpr):
+    """log r: the decay of what token i reads, from log_g (C,) of its chunk."""
+    if BEFORE:
+        return tl.load(log_g + i - 1, mask=i > 0, other=0.0)
+    else:
+        return tl.load(log_g + i)
+
+
+@triton.jit
+def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per,
+           H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr,
+           BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # one program: the rates of one row and BH heads, from (T, H) to (H, C)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    i = tl.arange(0, C)
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    inside = (i < left)[:, None] & (head < H)[None, :]
+    source = (token + i)[:, None] * H + head[None, :]
+    target = (row * H + head)[None, :] * C + i[:, None]
+    if BETA:
+        b = tl.load(beta + source, mask=inside, other=0.0).to(tl.float32)
+        tl.store(beta_rows + target, b, mask=(head < H)[None, :])
+    if DECAY:
+        a = tl.load(log_decay + source, mask=inside, other=0.0).to(tl.float32)
+        tl.store(log_g + target, tl.cumsum(a, 0), mask=(head < H)[None, :])
+
+
+def rates(beta, log_decay, layout, H):
+    """beta and the running sum of log_decay within each row, as (rows, H, C) float32, zero rates in the padding."""
+    given = [x for x in (beta, log_decay) if x is not None]
+    if not given or not layout.rows:
+        return None, None
+    make = lambda x: None if x is None else torch.empty(layout.rows, H, C, dtype=torch.float32, device=x.device)  # noqa: E731
+    beta_rows, log_g = make(beta), make(log_decay)
+    BH = min(16, triton.next_power_of_2(H))
+    _rates[layout.rows, triton.cdiv(H, BH)](
+        beta, log_decay, beta_rows, log_g, **layout.arguments, H=H, C=C, BH=BH,
+        BETA=beta is not None, DECAY=log_decay is not None)  # fmt: skip
+    return beta_rows, log_g

@@ -1,0 +1,97 @@
+"""The forward walk: one program carries BV columns of one head's memory over all chunks of one sequence.
+
+S stays in registers as float32 and meets the tensor cores in the dtype of the inputs; u never leaves the chip unless a
+gradient will want it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastweights.torch.kernels.chunks import C, find_sequence, load_tile, product, read_decay, store_tile
+
+
+@triton.jit
+def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, of_row, T, per,
+             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+             DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
+             PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+             STAGES: tl.constexpr):  # fmt: skip
+    n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
+    dtype = k.dtype.element_ty
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)  # row of S: key feature
+    e = tl.program_id(0) * BV + tl.arange(0, BV)  # column of S: value feature
+    at_S = d[:, None] * V + e[None, :]
+    in_S = (d < K)[:, None] & (e < V)[None, :]
+    first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
+    S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)  # [BK, BV]
+    for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
+        k_i = load_tile(k, token, head, d, left, H, K, C)  # [C, BK]
+        u = load_tile(v, token, head, e, left, H, V, C)  # [C, BV]
+        S_low = S.to(dtype)
+        if SAVE:
+            tl.store(S_saved + at * K * V + at_S, S_low, mask=in_S)
+        if DECAY:
+            log_g_i = tl.load(log_g + at * C + i)
+            log_end = tl.load(log_g + at * C + C - 1)
+        if DELTA:
+            X_i = tl.load(X + at * C * C + i[:, None] * C + i[None, :])  # [C, C]
+            kS = product(k_i, S_low, None, PRECISION)
+            if DECAY:
+                kS *= tl.exp(log_g_i)[:, None]
+            y = u - kS
+            if BETA:
+                y *= tl.load(beta + at * C + i)[:, None]
+            u = product(X_i, y.to(dtype), None, PRECISION).to(dtype)
+            if SAVE:
+                store_tile(u_saved, u, token, head, e, left, H, V, C)
+        elif BETA:
+            u = (u * tl.load(beta + at * C + i)[:, None]).to(dtype)
+        if OUT:
+            q_i = load_tile(q, token, head, d, left, H, K, C)  # [C, BK]
+            seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+            A = product(q_i, tl.trans(k_i), None, PRECISION)  # [C, C]
+            o_i = product(q_i, S_low, None, PRECISION)  # [C, BV]
+            if DECAY:
+                log_r = read_decay(log_g + at * C, i, BEFORE)
+                A *= tl.exp(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
+                o_i *= tl.exp(log_r)[:, None]
+            o_i = product(tl.where(seen, A, 0.0).to(dtype), u, o_i, PRECISION)
+            store_tile(o, o_i, token, head, e, left, H, V, C)
+        if DECAY:
+            S *= tl.exp(log_end)
+            u = (u * tl.exp(log_end - log_g_i)[:, None]).to(dtype)
+        S = product(tl.trans(k_i), u, S, PRECISION)
+    tl.store(S1 + (n * H + head) * K * V + at_S, S, mask=in_S)
+
+
+def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, out=True, save=False):
+    """(o, state after the last token, u, S before each row): what is not asked for is empty."""
+    H, K, V = q.shape[2], q.shape[3], v.shape[3]
+    o = torch.empty(v.shape if out else 0, dtype=v.dtype, device=v.device)
+    u = torch.empty(v.shape if save and delta else 0, dtype=v.dtype, device=v.device)
+    S = torch.empty((layout.room, H, K, V) if save else 0, dtype=v.dtype, device=v.device)
+    after = torch.empty_like(state)
+    if state.numel():
+        BK, BV, warps, stages = blocks(K, V, layout.sequences * H, v.dtype)
+        _forward[triton.cdiv(V, BV), layout.sequences * H](
+            q, k, v, beta, log_g, X, state, o, after, u, S, **layout.arguments, H=H, K=K, V=V, C=C, BK=BK, BV=BV,
+            DELTA=delta, BEFORE=before, BETA=beta is not None, DECAY=log_g is not None, OUT=out, SAVE=save,
+            PRECISION=precision, STAGES=stages, num_warps=warps)  # fmt: skip
+    return o, after, u, S
+
+
+def blocks(K, V, programs, dtype):
+    """(BK, BV, warps, stages) of both walks, given how many heads of sequences there are to walk.
+
+    All 128 columns together when there are heads enough to fill the device; never fewer than 64, since narrower
+    right-hand sides read out of bounds on Hopper.
+    """
+    BK = max(64, triton.next_power_of_2(K))
+    if dtype == torch.float32:
+        return BK, 64, 8 if BK > 64 else 4, 1
+    if BK == 128 and V > 64 and programs >= 96:
+        return BK, 128, 8, 2
+    return (BK, 64, 8, 1) if BK > 128 else (BK, 64, 4, 2)

@@ -1,0 +1,67 @@
+"""(I + L)^{-1} of every chunk, L_ij = b_i (g_i / g_j) (k_i . k_j) below the diagonal, written once to memory.
+
+Blocks of 16 rows are inverted by doubling, [P 0; N Q]^{-1} = [P^-1 0; -Q^-1 N P^-1 Q^-1], which never forms anything
+larger than the inverse itself. With D the four inverses on the diagonal, N the rest of L and M = D N, M^4 = 0 and
+(I + M)^{-1} D = (I - M)(I + M^2) D. Powers of L itself would overflow when keys repeat.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastweights.torch.kernels.chunks import C, find_row, load_tile, product
+
+
+@triton.jit
+def _invert(L, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^{-1} for L [C, C] strictly lower triangular, float32."""
+    n: tl.constexpr = C // 16
+    block = tl.arange(0, n)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    inner = tl.sum(tl.where(same, tl.reshape(L, [n, 16, n, 16]), 0.0), 2)  # [n, 16, 16] on the diagonal
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, inner, 0.0)
+    for size in tl.static_range(1, 4):  # blocks of 2, 4, 8 rows become blocks of 4, 8, 16
+        N = tl.where((i >> (size + 1) == j >> (size + 1)) & (i >> size != j >> size), inner, 0.0)
+        X -= tl.dot(tl.dot(X, N, input_precision=PRECISION), X, input_precision=PRECISION)
+    D = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [C, C])
+    N = tl.reshape(tl.where(same, 0.0, tl.reshape(L, [n, 16, n, 16])), [C, C])
+    M = tl.dot(D, N, input_precision=PRECISION)
+    P = D + tl.dot(tl.dot(M, M, input_precision=PRECISION), D, input_precision=PRECISION)
+    return P - tl.dot(M, P, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, H: tl.constexpr, K: tl.constexpr,
+             C: tl.constexpr, BK: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+             PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)  # one program: one row and head
+    row, head = at // H, at % H
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    i = tl.arange(0, C)
+    L = tl.zeros([C, C], tl.float32)
+    for first in range(0, K, BK):
+        k_i = load_tile(k, token, head, first + tl.arange(0, BK), left, H, K, C)
+        L = product(k_i, tl.trans(k_i), L, PRECISION)
+    below = i[:, None] > i[None, :]
+    if DECAY:
+        g = tl.load(log_g + at * C + i)
+        L *= tl.exp(tl.where(below, g[:, None] - g[None, :], 0.0))
+    if BETA:
+        L *= tl.load(beta + at * C + i)[:, None]
+    X_i = _invert(tl.where(below, L, 0.0), C, SOLVE)
+    tl.store(X + at * C * C + i[:, None] * C + i[None, :], X_i.to(X.dtype.element_ty))
+
+
+def inverse(k, beta, log_g, layout, precision):
+    """X (rows, H, C, C) in the dtype of k."""
+    H, K = k.shape[2:]
+    X = torch.empty(layout.room, H, C, C, dtype=k.dtype, device=k.device)
+    if layout.rows:
+        BK = 128 if K > 64 else 64
+        solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
+        _inverse[(layout.rows * H,)](
+            k, beta, log_g, X, **layout.arguments, H=H, K=K, C=C, BK=BK, BETA=beta is not None,
+            DECAY=log_g is not None, PRECISION=precision, SOLVE=solve, num_warps=4, num_stages=1)  # fmt: skip
+    return X

@@ -1,0 +1,129 @@
+"""The program end to end: train, eval, read, generate, and what it says when something is wrong."""
+
+import json
+import sys
+
+import pytest
+
+from fastweights import cli
+
+TEXT = b"The quick brown fox jumps over the lazy dog, and %d other animals look on.\n"
+TINY = ["--dim", "16", "--heads", "2", "--depth", "1", "--length", "16", "--batch", "2", "--warmup", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with texts and room for runs."""
+    place = tmp_path_factory.mktemp("place")
+    (place / "texts").mkdir()
+    for i in range(12):
+        (place / "texts" / f"{i}.txt").write_bytes(TEXT % i * (3 + i))
+    return place
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, place):
+    """Run the program in this process: (exit code, standard output, standard error)."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.chdir(place)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fastweights", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return (stop.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def trained(run, place):
+    """A run with a Fast Weight Layer, trained once."""
+    if not (place / "trained" / "config.json").exists():
+        arguments = ["--data", "texts", "--steps", "20", "--eval-every", "10", "--head", "fwl"]
+        code, out, err = run("train", "trained", *arguments, *TINY)
+        assert code == 0, err
+        assert "Next: fastweights eval trained" in out
+    return "trained"
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "read"])
+def test_every_command_teaches_with_an_example(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"For example: fastweights {command}" in out
+
+
+def test_flags_are_the_fields_of_the_configuration(run):
+    _, out, _ = run("train", "--help")
+    assert "--weight-decay" in out
+    assert "[default: 0.1]" in out
+
+
+def test_eval_scores_in_all_modes(run, trained, place):
+    code, out, err = run("eval", trained, "--min-bytes", "10")
+    assert code == 0, err
+    for name in ("static windows", "carried memory", "Fast Weight Layer", "dynamic evaluation", "gzip -9", "xz -9"):
+        assert name in out
+    found = json.loads((place / trained / "eval.json").read_text())
+    assert [m["mode"] for m in found["modes"]] == ["static", "memory", "fast", "dynamic"]
+    assert all(0 < m["bits_per_byte"] < 9 for m in found["modes"])
+    assert (place / trained / "eval.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_eval_of_files_from_a_memory(run, trained, place):
+    code, _, err = run("read", trained, "texts/3.txt", "-o", "three.memory")
+    assert code == 0, err
+    code, out, err = run(
+        "eval", trained, "texts/4.txt", "--mode", "fast", "--memory", "three.memory", "--json", "m.json"
+    )
+    assert code == 0, err
+    assert "1 document," in out
+    run("eval", trained, "texts/4.txt", "--mode", "fast", "--json", "plain.json")
+    with_memory, without = (json.loads((place / f"{n}.json").read_text())["modes"][0] for n in ("m", "plain"))
+    assert with_memory["bits_per_byte"] != without["bits_per_byte"]
+
+
+def test_generate(run, trained):
+    code, first, err = run("generate", trained, "--prompt", "The ", "--tokens", "30", "--seed", "3")
+    assert code == 0, err
+    assert first.startswith("The ")
+    assert run("generate", trained, "--prompt", "The ", "--tokens", "30", "--seed", "3")[1] == first
+    assert run("generate", trained, "--prompt", "The ", "--tokens", "30", "--seed", "4")[1] != first
+    _, out, _ = run("generate", trained, "--prompt", "The ", "--tokens", "200", "--until", "e", "--no-learn")
+    assert out.rstrip("\n").endswith("e")
+
+
+def test_generate_goes_on_from_a_memory(run, trained):
+    run("read", trained, "texts/5.txt")
+    code, out, err = run("generate", trained, "--memory", "texts/5.txt.memory", "--tokens", "20", "--temperature", "0")
+    assert code == 0, err
+    assert len(out) > 1
+
+
+def test_a_resumed_run_takes_no_changes(run, trained):
+    code, _, err = run("train", trained, "--resume", "--lr", "1")
+    assert (code, "--resume with lr; expected no changes" in err) == (2, True)
+    code, out, err = run("train", trained, "--resume")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, hf:NAME or an existing file or folder"),
+    (["train", "new", "--data", "texts", "--layers", "gpt*2"], "layers is 'gpt*2'; expected names"),
+    (["train", "new", "--data", "texts", "--batch", "5000"], "expected at least 1280001: a batch is 5000 rows"),
+    (["train", "trained"], "run trained exists; expected a new folder, or --resume"),
+    (["eval", "nowhere"], "run nowhere does not exist"),
+    (["eval", "trained", "missing.txt"], "cannot read missing.txt: No such file or directory"),
+    (["eval", "trained", "--mode", "magic"], "mode is 'magic'; expected one of 'static'"),
+    (["eval", "trained", "--min-bytes", "1000000"], "no test document has 1000000 bytes"),
+    (["generate", "trained", "--memory", "texts/1.txt"], "texts/1.txt cannot be read"),
+    (["read", "trained", "empty.txt"], "empty.txt is empty; expected a file with at least one byte"),
+])  # fmt: skip
+def test_mistakes_are_one_line(run, trained, place, arguments, message):
+    (place / "empty.txt").write_bytes(b"")
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err

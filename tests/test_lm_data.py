@@ -1,0 +1,153 @@
+"""Corpora, tokenizers and batches: fixed splits, exact bytes, the same batch for the same step."""
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from fastweights.core import FastWeightError
+from fastweights.lm import corpus, data, tokenizer
+from fastweights.lm.data import Batches, prepare
+
+TEXT = b"def f(x):\n    return x + 1\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    root = tmp_path / "texts"
+    root.mkdir()
+    for i in range(30):
+        (root / f"{i}.txt").write_bytes(b"%d " % i + TEXT * (i + 1))
+    return root
+
+
+def test_stdlib_is_found_without_its_tests():
+    root, paths = corpus.files("stdlib")
+    names = [p.relative_to(root).parts for p in paths]
+    assert ("abc.py",) in names
+    assert len(names) > 300
+    assert not any({"test", "tests", "site-packages"} & set(n) for n in names)
+
+
+def test_splits_depend_on_names_alone(files):
+    found = list(corpus.documents(str(files)))
+    split = corpus.split(found, "")
+    (files / "another.txt").write_bytes(TEXT)
+    again = corpus.split(list(corpus.documents(str(files))), "")
+    assert sorted(d.name for part in split.values() for d in part) == sorted(d.name for d in found)
+    assert all(split.values())
+    assert {d.name for d in split["train"]} <= {d.name for d in again["train"]}
+
+
+def test_one_file_is_cut(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(33, 133)))
+    split = corpus.split(list(corpus.documents(str(tmp_path / "a.txt"))), "")
+    assert b"".join(d.data for part in split.values() for d in part) == bytes(range(33, 133))
+    assert [len(part[0].data) for part in split.values()] == [90, 5, 5]
+
+
+def test_what_is_no_text_is_left_out(tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b" \n")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / ".hidden").write_bytes(TEXT)
+    with pytest.raises(FastWeightError, match="holds no text; expected at least one file that is neither empty nor"):
+        prepare(str(tmp_path), "bytes", tmp_path / "cache")
+    with pytest.raises(FastWeightError, match="expected stdlib, hf:NAME or an existing file or folder"):
+        prepare(str(tmp_path / "nothing"), "bytes")
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
+def test_every_byte_comes_back(spec):
+    made = tokenizer.make(spec, [TEXT * 20])
+    content = TEXT + "é\r\n\t".encode() + bytes(range(256))
+    encoded = made.encode(content)
+    assert made.decode(encoded) == content
+    assert made.lengths()[encoded].sum() == len(content)
+    assert encoded.max() < made.start == made.size - 1
+
+
+def test_subwords_are_learned_and_kept(tmp_path):
+    made = tokenizer.make("bpe:300", [TEXT * 20])
+    assert len(made.encode(TEXT)) < len(TEXT) / 2
+    made.save(tmp_path)
+    for again in (tokenizer.load(tmp_path), tokenizer.make(str(tmp_path / "tokenizer.json"), [])):
+        assert again.encode(TEXT).tolist() == made.encode(TEXT).tolist()
+
+
+@pytest.mark.parametrize("spec, message", [
+    ("bpe:100", "expected a size of at least 257"), ("bpe:many", "expected bpe:SIZE"), ("none", "expected bytes, bpe:SIZE"),
+])  # fmt: skip
+def test_tokenizer_says_what_is_wrong(spec, message):
+    with pytest.raises(FastWeightError, match=message):
+        tokenizer.make(spec, [TEXT])
+
+
+def test_a_corpus_is_encoded_once(files, tmp_path, monkeypatch):
+    first = prepare(str(files), "bytes", tmp_path / "cache")
+    monkeypatch.setattr(data, "_encode", None)  # a second time would fail
+    again = prepare(str(files), "bytes", tmp_path / "cache")
+    assert isinstance(again.splits["train"].tokens, np.memmap)
+    for name, part in first.splits.items():
+        np.testing.assert_array_equal(part.tokens, again.splits[name].tokens)
+    document = first.splits["test"].document(0)
+    assert document[0] == 256
+    assert bytes(document[1:].tolist()) == (files / first.splits["test"].names[0]).read_bytes()
+    assert first.bytes_per_token == 1
+
+
+def test_an_interrupted_encoding_leaves_nothing(files, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data, "_write", full)
+    with pytest.raises(FastWeightError, match="No space left on device; nothing was kept"):
+        prepare(str(files), "bytes", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_carried_rows_go_on_and_cover_everything(files, tmp_path):
+    split = prepare(str(files), "bytes", tmp_path / "cache").splits["train"]
+    batches = Batches(split, rows=3, length=50, seed=1, carried=True)
+    steps = [batches[i] for i in range(batches.per_epoch)]
+    for before, after in zip(steps, steps[1:], strict=False):
+        np.testing.assert_array_equal(before[:, -1], after[:, 0])
+    rows = [np.concatenate([s[r, :-1] for s in steps]) for r in range(3)]
+    stream = np.concatenate(rows)
+    starts = np.flatnonzero(stream == 256)
+    whole = {bytes(split.document(i)[1:].tolist()) for i in range(len(split))}
+    found = [bytes(d[1:].tolist()) for d in np.split(stream, starts)[1:-1]]
+    assert set(found) <= whole
+    assert len(found) >= len(split) - 2
+    assert len(stream) > len(split.tokens) - 3 * 50 - 1
+    assert batches.starts_epoch(0)
+    assert batches.starts_epoch(batches.per_epoch)
+    assert not np.array_equal(batches[0], batches[batches.per_epoch])  # another epoch, another order
+    np.testing.assert_array_equal(batches[7], Batches(split, 3, 50, 1, True)[7])
+
+
+def test_packed_windows_cover_everything_once(files, tmp_path):
+    split = prepare(str(files), "bytes", tmp_path / "cache").splits["train"]
+    batches = Batches(split, rows=2, length=50, seed=1, carried=False)
+    windows = [bytes((w[:-1] % 256).tolist()) for i in range(batches.per_epoch) for w in batches[i]]
+    assert len(windows) == batches.per_epoch * 2
+    total = np.bincount(np.concatenate([batches[i][:, :-1].ravel() for i in range(batches.per_epoch)]), minlength=257)
+    assert (total <= np.bincount(split.tokens, minlength=257)).all()
+
+
+def test_a_corpus_shorter_than_a_batch(files, tmp_path):
+    split = prepare(str(files), "bytes", tmp_path / "cache").splits["train"]
+    with pytest.raises(
+        FastWeightError, match=r"hold \d+ tokens; expected at least 256001: a batch is 1000 rows of 256"
+    ):
+        Batches(split, 1000, 256, 0, True)
+
+
+def test_hugging_face_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(FastWeightError, match="needs datasets, not installed; pip install datasets"):
+        list(corpus.documents("hf:wikitext"))
+    fake = ModuleType("datasets")
+    fake.load_dataset = lambda *name, split, streaming: [{"text": " ".join(name)}, {"text": ""}]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert [d.data for d in corpus.documents("hf:wikitext:raw")] == [b"wikitext raw"]

@@ -1,0 +1,182 @@
+"""The language model: documents do not leak, streaming is the parallel pass, memories are what they say."""
+
+import numpy as np
+import pytest
+import torch
+
+from fastweights.core import FastWeightError
+from fastweights.lm.config import Config
+from fastweights.lm.generation import Sampling, generate, text_of
+from fastweights.lm.memory import Memory
+from fastweights.lm.mixers import Pieces
+from fastweights.lm.model import LanguageModel
+from fastweights.lm.tokenizer import Bytes
+
+MODELS = ["transformer", "linear", "performer", "delta", "gated-delta", "lstm"]
+
+
+def tiny(layers="delta*2", head="linear", seed=0, **changes):
+    torch.manual_seed(seed)
+    model = LanguageModel(Config(dim=16, heads=2, layers=layers, head=head, length=8, **changes), 257).double().eval()
+    model.tokenizer = Bytes()
+    return model
+
+
+def tokens(rng, *shape):
+    return torch.from_numpy(rng.integers(0, 256, shape))
+
+
+@pytest.fixture(params=[(m, "linear") for m in MODELS] + [("delta", "fwl"), ("delta,softmax", "fwl")], ids="-".join)
+def model(request):
+    return tiny(*request.param, window=16)
+
+
+def test_documents_in_a_row_do_not_see_each_other(model, rng):
+    rows, labels = tokens(rng, 2, 12), tokens(rng, 2, 12)
+    starts = np.zeros((2, 12), bool)
+    starts[0, 0] = starts[0, 5] = starts[0, 6] = starts[1, 9] = True
+    state = model.score(tokens(rng, 2, 7), tokens(rng, 2, 7)).state
+    got = model.score(rows, labels, state, pieces=Pieces.of(starts))
+    one = lambda row, a, b, state=None: model.score(rows[row : row + 1, a:b], labels[row : row + 1, a:b], state)  # noqa: E731
+    wanted = [one(0, 0, 5), one(0, 5, 6), one(0, 6, 12)]
+    torch.testing.assert_close(got.loss[0], torch.cat([w.loss[0] for w in wanted]))
+    torch.testing.assert_close(got.loss[1, 9:], one(1, 9, 12).loss[0])
+    after = model.score(rows[:, :4], labels[:, :4], got.state).loss[0]
+    torch.testing.assert_close(after, one(0, 0, 4, wanted[-1].state).loss[0])
+
+
+def test_a_row_goes_on_with_its_document(model, rng):
+    rows, labels = tokens(rng, 2, 20), tokens(rng, 2, 20)
+    starts = np.zeros((2, 10), bool)
+    starts[0, 4] = True  # the other row is not cut
+    first = model.score(rows[:, :10], labels[:, :10], pieces=Pieces.of(np.eye(2, 10, dtype=bool) * [[1], [0]] > 0))
+    second = model.score(rows[:, 10:], labels[:, 10:], first.state, pieces=Pieces.of(starts))
+    whole = model.score(rows[1:], labels[1:])
+    torch.testing.assert_close(torch.cat([first.loss, second.loss], 1)[1:], whole.loss)
+
+
+def test_streaming_is_the_parallel_pass(model, rng):
+    row = tokens(rng, 1, 15)
+    losses = model.score(row[:, :-1], row[:, 1:]).loss[0]
+    state, streamed = model.init_state(1), []
+    for t in range(14):
+        logits, state = model.step(row[:, t], state)
+        streamed.append(torch.nn.functional.cross_entropy(logits, row[:, t + 1]))
+    torch.testing.assert_close(torch.stack(streamed), losses)
+
+
+def test_reading_in_parts_is_reading_at_once(model):
+    text = bytes(range(40, 80))
+    whole, parts = model.read(text, segment=7), model.read(text[25:], model.read(text[:25]))
+    assert (whole.last, whole.count) == (parts.last, parts.count) == (79, 41)
+    logits = [model.step(torch.tensor([m.last]), m.state)[0] for m in (whole, parts)]
+    torch.testing.assert_close(*logits)
+
+
+def test_a_memory_survives_its_file(model, tmp_path):
+    memory = model.read(b"a text to remember")
+    memory.save(tmp_path / "text.memory")
+    again = Memory.load(tmp_path / "text.memory", model)
+    assert list(generate(model, memory, 20)) == list(generate(model, again, 20))
+    assert again.count == 19
+
+
+def test_a_memory_has_the_same_size_for_any_length():
+    model = tiny("delta,softmax", "fwl")
+    assert model.read(b"ab").bytes == model.read(b"ab" * 500).bytes
+
+
+def test_a_memory_of_another_model_is_refused(tmp_path):
+    tiny(seed=1).read(b"text").save(tmp_path / "text.memory")
+    with pytest.raises(FastWeightError, match=r"belongs to the model \w+; expected \w+: a memory means"):
+        Memory.load(tmp_path / "text.memory", tiny(seed=2))
+    with pytest.raises(FastWeightError, match="memory belongs"):
+        tiny(seed=2).read(b"more", tiny(seed=1).read(b"text"))
+
+
+def test_a_fork_goes_its_own_way():
+    model = tiny()
+    memory = model.read(b"once upon")
+    fork = memory.fork()
+    fork.state.blocks[0].memory.zero_()
+    assert memory.state.blocks[0].memory.abs().sum() > 0
+
+
+def test_a_fast_weight_layer_learns_while_it_generates():
+    model = tiny(head="fwl")
+    with torch.no_grad():
+        model.fast.steps.fill_(5.0)
+    state = model.read(b"abababab").state
+    before = state.fast.dense1.clone()
+    _, learned = model.step(torch.tensor([97]), state)
+    _, learned = model.step(torch.tensor([98]), learned)
+    _, same = model.step(torch.tensor([97]), state, learn=False)
+    assert not torch.equal(learned.fast.dense1, before)
+    assert torch.equal(same.fast.dense1, before)
+
+
+def test_reading_after_generating_learns_every_token():
+    """The last generated token is not learned yet when reading goes on."""
+    model, row = tiny(head="fwl"), torch.tensor([[256, 97, 98, 99, 100, 101, 102]])
+    with torch.no_grad():
+        model.fast.steps.fill_(2.0)
+    state = model.init_state(1)
+    for t in range(3):
+        _, state = model.step(row[:, t], state)
+    memory = Memory(state, 99, 4, model.fingerprint())
+    after = model.read(bytes([100, 101, 102]), memory)
+    got, _ = model.step(torch.tensor([after.last]), after.state)
+    whole = model.read(bytes([97, 98, 99, 100, 101, 102]))
+    torch.testing.assert_close(got, model.step(torch.tensor([102]), whole.state)[0])
+
+
+def test_softmax_looks_back_as_far_as_its_window(rng):
+    model = tiny("softmax", window=4)
+    row = tokens(rng, 1, 12)
+    other = row.clone()
+    other[:, 0] = (other[:, 0] + 1) % 256
+    change = (model.score(row, row).loss - model.score(other, row).loss)[0].abs() > 0
+    assert change.tolist() == [True] * 5 + [False] * 7
+
+
+def test_checkpointing_changes_nothing(rng):
+    row = tokens(rng, 2, 9)
+    gradients = []
+    for on in (False, True):
+        model = tiny("delta,lstm,softmax", checkpointing=on).train()
+        model.score(row[:, :-1], row[:, 1:]).loss.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_sampling():
+    logits, generator = torch.tensor([0.0, 3.0, 2.0, -9.0]), torch.Generator().manual_seed(0)
+    draws = lambda **how: {Sampling(**how).draw(logits, generator) for _ in range(200)}  # noqa: E731
+    assert draws(temperature=0) == {1}
+    assert draws(temperature=1, top_k=2) == {1, 2}
+    assert draws(temperature=1, top_p=0.5) == {1}
+    assert draws(temperature=2) >= {0, 1, 2}
+    with pytest.raises(FastWeightError, match="top_p is 0.0; expected above 0"):
+        Sampling(top_p=0.0)
+
+
+def test_text_comes_whole_characters_at_a_time_and_stops():
+    model = tiny()
+    assert list(text_of(model, iter("né!".encode()))) == ["n", "é", "!"]
+    assert "".join(text_of(model, iter(b"one END two"), until="END")) == "one END"
+    assert list(text_of(model, iter(b"\xff"))) == ["�"]
+
+
+def test_config_says_what_is_wrong():
+    assert Config(layers="delta*3, softmax").mixers == ("delta", "delta", "delta", "softmax")
+    assert len(Config.of("paper-small").mixers) == 16
+    with pytest.raises(FastWeightError, match="layers is 'delta\\*3;soft'; expected names"):
+        Config(layers="delta*3;soft")
+    with pytest.raises(FastWeightError, match="model is 'gpt'"):
+        Config(model="gpt")
+    with pytest.raises(FastWeightError, match="head is 'mlp'; expected 'linear' or 'fwl'"):
+        Config(head="mlp")
+    with pytest.raises(FastWeightError, match="dim is 100; expected a multiple of 8"):
+        Config(dim=100)
+    with pytest.raises(FastWeightError, match="preset is 'huge'"):
+        Config.of("huge")

@@ -1,0 +1,153 @@
+"""Training: it learns, it goes on exactly where it stopped, and its files are whole or absent."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from fastweights.core import FastWeightError
+from fastweights.lm import files, folder, training
+from fastweights.lm.config import Config
+from fastweights.lm.training import share_of_rate, train
+
+SMALL = dict(dim=16, heads=2, layers="delta,softmax", length=16, batch=2, eval_every=4, warmup=2, steps=8, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    root = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        (root / f"{i}.txt").write_bytes(b"The %d quick brown foxes jump over the lazy dog.\n" % i * (2 + i))
+    return str(root)
+
+
+@pytest.fixture
+def go(corpus, tmp_path):
+    """Train into tmp_path / name: the losses of every step."""
+
+    def call(name, resume=False, **changes):
+        run = train(Config(data=corpus, **(SMALL | changes)), tmp_path / name, resume=resume, cache=tmp_path / "cache")
+        return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    return call
+
+
+def stop_after(monkeypatch, step):
+    """Kill the run, without a chance to save, when this step is done."""
+    real = training.Trainer.step
+
+    def killed(self, at, *arguments):
+        if at == step:
+            raise RuntimeError("killed")
+        return real(self, at, *arguments)
+
+    monkeypatch.setattr(training.Trainer, "step", killed)
+    return real
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(head="fwl"), dict(context="packed"), dict(accumulate=2), dict(layers="lstm,performer"),
+])  # fmt: skip
+def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
+    """Killed after step 6 and resumed from the checkpoint of step 4: the losses of an uninterrupted run."""
+    wanted = go("whole", **changes)
+    real = stop_after(monkeypatch, 6)
+    with pytest.raises(RuntimeError, match="killed"):
+        go("killed", **changes)
+    monkeypatch.setattr(training.Trainer, "step", real)
+    assert go("killed", resume=True) == wanted
+    a, b = (files.read_tensors(tmp_path / name / folder.LAST)[0] for name in ("whole", "killed"))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(go, tmp_path, corpus, capsys):
+    from rich.console import Console
+
+    def interrupt():
+        path = tmp_path / "run" / folder.METRICS
+        while not (path.exists() and path.read_text().count("\n") >= 3):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    config = Config(data=corpus, **(SMALL | dict(steps=100_000, eval_every=100_000)))
+    run = train(config, tmp_path / "run", console=Console(width=300), cache=tmp_path / "cache")
+    assert f"Go on with: fastweights train {run} --resume" in capsys.readouterr().out
+    steps = len((run / folder.METRICS).read_text().splitlines())
+    assert json.loads(files.read_tensors(run / folder.LAST)[1]["about"])["step"] == steps >= 3
+
+
+@pytest.mark.parametrize("head", ["linear", "fwl"])
+def test_it_learns(go, head):
+    losses = go("run", steps=60, head=head, lr=1e-2, dropout=0.0, eval_every=60, batch=4)
+    assert losses[0] > 5
+    assert losses[-1] < 2.5
+
+
+def test_accumulation_is_a_larger_batch(go):
+    kept = dict(dropout=0.0, layers="delta", steps=4)
+    assert go("two", batch=2, accumulate=2, **kept) == pytest.approx(go("four", batch=4, **kept), rel=1e-5)
+
+
+def test_a_time_limit_ends_the_schedule(go, tmp_path):
+    losses = go("run", steps=1_000_000, minutes=0.02, eval_every=1_000_000)
+    assert 1 <= len(losses) < 1000
+    assert (tmp_path / "run" / folder.BEST).exists()
+
+
+def test_schedule():
+    c = Config(warmup=10, steps=100, final_lr=0.1)
+    rates = [share_of_rate(c, i, i / 100) for i in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0, abs=0.03)
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    files.write_tensors(path, {"a": torch.ones(3)}, {})
+
+    def full(tensors, name, about):
+        name.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(FastWeightError, match="No space left on device; the file that was there is intact"):
+        files.write_tensors(path, {"a": torch.zeros(3)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+    assert files.read_tensors(path)[0]["a"].sum() == 3
+
+
+def test_a_run_that_is_not_there_or_half_written(go, tmp_path):
+    with pytest.raises(FastWeightError, match="does not exist; expected a folder that `fastweights train` made"):
+        folder.load(tmp_path / "none")
+    go("run", steps=2)
+    with pytest.raises(FastWeightError, match="exists; expected a new folder, or --resume"):
+        go("run", steps=2)
+    run = tmp_path / "run"
+    content = (run / folder.BEST).read_bytes()
+    (run / folder.BEST).write_bytes(content[: len(content) // 2])
+    with pytest.raises(FastWeightError, match="cannot be read: .*; expected a complete safetensors file"):
+        folder.load(run)
+    (run / folder.BEST).unlink()
+    (run / folder.LAST).unlink()
+    with pytest.raises(FastWeightError, match="has no checkpoint yet"):
+        folder.load(run)
+    with pytest.raises(FastWeightError, match="expected a run that saved a checkpoint to resume"):
+        go("run", resume=True)
+    (run / folder.CONFIG).write_text("{")
+    with pytest.raises(FastWeightError, match="is not JSON"):
+        folder.load(run)
+
+
+def test_no_file_of_a_run_is_pickled(go, tmp_path):
+    go("run", steps=2)
+    kinds = {p.suffix for p in (tmp_path / "run").iterdir() if p.is_file()}
+    assert kinds == {".json", ".jsonl", ".safetensors"}
