@@ -50,6 +50,7 @@ def main(steps=40):
     model.compile(keras.optimizers.Adam(3e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     losses = []
     for _ in range(steps):
+        model.reset_metrics()  # the loss of this batch, not of all so far
         tokens = documents(rng, 16)
         labels, weights = (keras.ops.convert_to_numpy(y) for y in make_labels(tokens))
         losses.append(model.train_on_batch(tokens, labels, sample_weight=weights))

@@ -279,3 +279,35 @@ def layers(
 
 for _name, _command in lm_commands.items():
     app.command(_name)(_command)
+
+
+@bench.command()
+def fwl(
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples; 10 when absent.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes and 2 samples: does it run?")] = False,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, writable=True, help="Where to write all numbers.", show_default=False)
+    ] = None,
+) -> None:
+    """Time a Fast Weight Layer: on a CPU a training step with and without it, on a GPU the block alone.
+
+    For example: `fastweights bench fwl --device cuda`
+    """
+    _need_torch("bench fwl")
+    from fastweights.bench import fwl as bench_fwl
+    from fastweights.bench import report
+    from fastweights.bench.agree import Disagreement
+
+    shapes = bench_fwl.SMOKE if smoke else bench_fwl.SHAPES[device]
+    precisions = ["float32", "tf32", "bfloat16"] if device == Device.cuda else ["float32"]
+    path = json or report.default_path(device, "fwl" + "-smoke" * smoke)
+    _make_folder(path.parent)
+    try:
+        with report.progress(len(shapes) * len(precisions)) as advance:
+            results = bench_fwl.run(shapes, device, precisions, repeats or (2 if smoke else 10), advance)
+    except Disagreement as error:
+        _fail(str(error), 1)
+    bench_fwl.show(results, device, Console())
+    report.write(path, report.payload(device) | {"fwl": bench_fwl.payload(results)})
+    Console().print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,151 @@
+"""`fastweights bench fwl`: what a Fast Weight Layer costs, forward+backward of the training loss.
+
+On a GPU: the block alone beside its slow head alone, at the sizes the published code was measured at. On a CPU: a
+training step of a causal Transformer of six layers with a linear head, and with a Fast Weight Layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fastweights.bench.agree import Disagreement, deviation
+from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.timing import Timing, interleave
+from fastweights.torch import FWLBlock, head
+
+Shape = tuple[int, int, int, int, int]  # batch, tokens, width of the body, size, vocabulary
+SHAPES: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((4, 2048, 512, 512, 32000), (4, 4096, 768, 768, 50257)),
+    "cpu": ((2, 512, 512, 256, 4096),),
+}
+SMOKE: tuple[Shape, ...] = ((2, 12, 8, 8, 20),)
+TOLERANCE = {"float32": 1e-5, "tf32": 5e-3, "bfloat16": 5e-2}
+
+
+@dataclass
+class Result:
+    """Milliseconds by contestant, and on a GPU the peak of temporary memory in bytes."""
+
+    shape: Shape
+    precision: str
+    error: float
+    timings: dict[str, Timing]
+    peak: dict[str, int]
+
+    @property
+    def ratio(self) -> float:
+        slow, fast = self.timings.values()
+        return fast.median / slow.median
+
+
+class Body(nn.Module):
+    """A causal Transformer of six pre-norm layers over an embedding."""
+
+    def __init__(self, vocabulary: int, dim: int, layers: int = 6):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        layer = nn.TransformerEncoderLayer(dim, max(1, dim // 64), 4 * dim, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        return self.layers(self.embed(tokens), mask=mask, is_causal=True)
+
+
+def check(device: str, precision: str) -> float:
+    """Loss and gradients of a small block here, against float64 on the CPU; raise when they deviate."""
+    torch.manual_seed(0)
+    exact = FWLBlock(32, 200, inputs=48, step_size=0.5, dtype=torch.float64)
+    block = FWLBlock(32, 200, inputs=48, step_size=0.5, device=device)
+    block.load_state_dict(exact.state_dict())
+    x, labels, weights = torch.randn(2, 150, 48, dtype=torch.float64), torch.randint(200, (2, 150)), torch.ones(2, 150)
+    want = torch.autograd.grad(exact.loss(x, labels, weights.double()), list(exact.parameters()))
+    with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+        loss = block.loss(x.float().to(device), labels.to(device), weights.to(device))
+    got = torch.autograd.grad(loss, list(block.parameters()))
+    error = max(deviation(a.cpu(), b) for a, b in zip(got, want, strict=True))
+    if not error <= 4 * TOLERANCE[precision]:
+        raise Disagreement(f"FWLBlock in {precision} on {device} deviates from float64 by {error:.1e} of the largest "
+                           "gradient. Nothing is reported.")  # fmt: skip
+    return error
+
+
+def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable[[], object]]:
+    B, T, D, size, V = shape
+    torch.manual_seed(0)
+    tokens = torch.randint(V, (B, T), device=device)
+    labels, weights = tokens.roll(-1, 1), torch.ones(B, T, device=device)
+    body: nn.Module = Body(V, D).to(device) if device == "cpu" else nn.Identity()
+    x = tokens if device == "cpu" else torch.randn(B, T, D, device=device, requires_grad=True)
+    block = FWLBlock(size, V, inputs=D).to(device)
+    linear = nn.Linear(D, V).to(device)
+
+    def step(loss: Callable[[Tensor], Tensor], module: nn.Module) -> Callable[[], object]:
+        wanted = [*([] if device == "cpu" else [x]), *body.parameters(), *module.parameters()]
+
+        def call() -> object:
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+                value = loss(body(x))
+            return torch.autograd.grad(value, wanted, allow_unused=True)
+
+        return call
+
+    def slow_head(h: Tensor) -> Tensor:
+        if device == "cpu":
+            return nn.functional.cross_entropy(linear(h).flatten(0, 1), labels.flatten())
+        p = dict(block.named_parameters())
+        n = torch.relu(h @ p["dense1"] + p["bias1"]) ** 2 @ p["dense2"] + p["bias2"]
+        n = nn.functional.layer_norm(n, (size,), p["scale"], p["shift"])
+        return head.loss(n, p["unembed"], p["unembed_bias"], labels).mean()
+
+    return {
+        "slow head": step(slow_head, linear if device == "cpu" else block),
+        "fast weight layer": step(lambda h: block.loss(h, labels, weights), block),
+    }
+
+
+def run(shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats: int, advance) -> list[Result]:
+    results = []
+    for shape in shapes:
+        for precision in precisions:
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+            error = check(device, precision)
+            calls = contestants(shape, device, precision)
+            peak = {}
+            if device == "cuda":
+                for name, call in calls.items():
+                    call()
+                    torch.cuda.synchronize()
+                    before = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                    call()
+                    torch.cuda.synchronize()
+                    peak[name] = torch.cuda.max_memory_allocated() - before
+            results.append(Result(shape, precision, error, interleave(calls, repeats=repeats, device=device), peak))
+            advance(f"{shape} {precision}", 1)
+    return results
+
+
+def show(results: Sequence[Result], device: str, console: Console) -> None:
+    what = "the block alone" if device == "cuda" else "a training step of a six-layer Transformer"
+    table = new_table(f"Fast Weight Layer, {what}, forward+backward, ms on {device}")
+    for heading in ("B,T,D,size,V", "", "slow head", "fast weight layer", "ratio", "temporary GiB", "error"):
+        table.add_column(heading, justify="right")
+    for r in results:
+        slow, fast = (milliseconds(t) for t in r.timings.values())
+        noisy = "~" if any(t.noisy for t in r.timings.values()) else ""
+        peak = f"{r.peak['fast weight layer'] / 2**30:.2f}" if r.peak else ""
+        shape = ",".join(map(str, r.shape))
+        table.add_row(shape, r.precision, slow, fast, f"{noisy}{r.ratio:.2f}", peak, f"{r.error:.0e}")
+    console.print(table)
+
+
+def payload(results: Sequence[Result]) -> list[dict[str, object]]:
+    return [
+        {"shape": r.shape, "precision": r.precision, "error": r.error, "ratio": r.ratio, "peak_bytes": r.peak,
+         **{name: timing_dict(t) for name, t in r.timings.items()}}
+        for r in results
+    ]  # fmt: skip
