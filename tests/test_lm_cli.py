@@ -105,7 +105,7 @@ def test_generate_goes_on_from_a_memory(run, trained):
 def test_a_resumed_run_takes_no_changes(run, trained):
     code, _, err = run("train", trained, "--resume", "--lr", "1")
     assert (code, "--resume with lr; expected no changes" in err) == (2, True)
-    code, out, err = run("train", trained, "--resume")
+    code, _out, err = run("train", trained, "--resume")
     assert code == 0, err
 
 

@@ -1,5 +1,6 @@
 """Corpora, tokenizers and batches: fixed splits, exact bytes, the same batch for the same step."""
 
+import itertools
 import sys
 from types import ModuleType
 
@@ -110,7 +111,7 @@ def test_carried_rows_go_on_and_cover_everything(files, tmp_path):
     split = prepare(str(files), "bytes", tmp_path / "cache").splits["train"]
     batches = Batches(split, rows=3, length=50, seed=1, carried=True)
     steps = [batches[i] for i in range(batches.per_epoch)]
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         np.testing.assert_array_equal(before[:, -1], after[:, 0])
     rows = [np.concatenate([s[r, :-1] for s in steps]) for r in range(3)]
     stream = np.concatenate(rows)

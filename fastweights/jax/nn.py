@@ -231,8 +231,8 @@ def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -
 def _flat(variables):
     """name -> (path, array) of all parameters and constants."""
     if "params" not in variables:
-        raise FastWeightError(f"variables has the collections {', '.join(variables) or 'none'}; expected 'params': pass "
-                              "all that layer.init returned")  # fmt: skip
+        raise FastWeightError(f"variables has the collections {', '.join(variables) or 'none'}; expected 'params': all "
+                              "that layer.init returned")  # fmt: skip
     flat = traverse_util.flatten_dict({name: variables[name] for name in COLLECTIONS if name in variables})
     return {".".join(path[1:]): (path, x) for path, x in flat.items()}
 

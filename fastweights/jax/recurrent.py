@@ -29,7 +29,8 @@ class FastWeightRNN(nn.Module):
         >>> h, state = rnn.apply(rnn.init(jax.random.key(0), x), x)   # (B, T, inputs) -> (B, T, hidden)
 
     While a call is shorter than the network is wide and starts afresh, the fast weights are applied as attention over
-    past hidden vectors, so no hidden x hidden matrix is kept per step; the one in the returned state is made at the end.
+    past hidden vectors, so no hidden x hidden matrix is kept per step; the one in the returned state is made at the
+    end.
 
     Args:
         inputs, hidden: widths.
@@ -71,7 +72,7 @@ class FastWeightRNN(nn.Module):
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         drive = jnp.moveaxis(x @ C + bias, 1, 0)  # (T, B, hidden)
         T, B = drive.shape[:2]
-        if state is None and T < size:
+        if state is None and self.hidden > T:
             return self._attend(drive, W, lambda b, recall: settle(b, recall, f, self.inner_steps, norm))
 
         def move(state, drive):
@@ -81,8 +82,8 @@ class FastWeightRNN(nn.Module):
 
         if state is None:
             state = RNNState(jnp.zeros((B, size), drive.dtype), jnp.zeros((B, size, size), drive.dtype))
-        state, h = lax.scan(move, RNNState(*state), drive)
-        return jnp.moveaxis(h, 0, 1), state
+        last, h = lax.scan(move, RNNState(*state), drive)
+        return jnp.moveaxis(h, 0, 1), last
 
     def _attend(self, drive, W, settle):
         """A g without A: rate * sum over past h of decay^age h (h . g).
@@ -142,16 +143,15 @@ class FastWeightProgrammer(nn.Module):
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         slow = self.param("slow", _uniform, (self.inputs, self.outputs + 2 * width), self.param_dtype)
         written = jnp.moveaxis(x @ slow, 1, 0)  # (T, B, outputs + 2 * width)
-        if state is None:
-            state = jnp.zeros((x.shape[0], self.outputs, width), written.dtype)
+        start = jnp.zeros((x.shape[0], self.outputs, width), written.dtype) if state is None else state
 
         def move(W, written):
             a, b, fast_x = jnp.split(written, [self.outputs, self.outputs + width], -1)
             W = f(W + a[:, :, None] * b[:, None, :])
             return W, (W @ fast_x[..., None])[..., 0]
 
-        state, y = lax.scan(move, state, written)
-        return jnp.moveaxis(y, 0, 1), state
+        W, y = lax.scan(move, start, written)
+        return jnp.moveaxis(y, 0, 1), W
 
     def __repr__(self) -> str:
         return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width or self.inputs}, "

@@ -160,7 +160,8 @@ class FWLBlock(keras.layers.Layer):
         """The training loss, the weighted mean over tokens, without ever holding the logits."""
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
         weights = ops.cast(weights, out.loss.dtype)
-        return ops.sum(out.loss * weights) / ops.maximum(ops.sum(weights), 1e-8)
+        total = ops.sum(weights)
+        return ops.sum(out.loss * weights) / ops.where(total > 1e-8, total, 1e-8)
 
     def slow_logits(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""

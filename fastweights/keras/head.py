@@ -48,7 +48,9 @@ def _head(n, E, c, labels, *, want_r):
         top = total = mean = None
         for a, b in blocks:
             z = ops.cast(n @ E[:, a:b] + c[a:b], wide)
-            new = ops.amax(z, 1) if top is None else ops.maximum(top, ops.amax(z, 1))
+            new = ops.amax(z, 1)
+            if top is not None:
+                new = ops.where(new > top, new, top)  # ops.maximum loses float64 on torch
             p = ops.exp(z - new[:, None])
             here = ops.sum(p, 1)
             weighted = ops.cast(ops.cast(p, n.dtype) @ ops.transpose(E[:, a:b]), wide) if want_r else None

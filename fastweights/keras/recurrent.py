@@ -87,7 +87,7 @@ class FastWeightRNN(keras.layers.Layer):
         W = ops.convert_to_tensor(self.W)
         drive = matmul(x, self.C) + self.bias
         B, T, size = ops.shape(drive)
-        if isinstance(T, int) and state is None and T < size:
+        if isinstance(T, int) and state is None and self.hidden > T:
             return self._attend(drive, W)
 
         def move(state, drive):
@@ -95,10 +95,9 @@ class FastWeightRNN(keras.layers.Layer):
             h = self._settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0])
             return (h, self.decay * A + self.rate * h[:, :, None] * h[:, None, :]), h
 
-        if state is None:
-            state = ops.zeros((B, size), drive.dtype), ops.zeros((B, size, size), drive.dtype)
-        state, h = _scan(move, tuple(state), drive)
-        return h, RNNState(*state)
+        start = (ops.zeros((B, size), drive.dtype), ops.zeros((B, size, size), drive.dtype)) if state is None else state
+        last, h = _scan(move, tuple(start), drive)
+        return h, RNNState(*last)
 
     def _attend(self, drive, W):
         """A g without A: rate * sum over past h of decay^age h (h . g).

@@ -13,8 +13,8 @@ from rich.progress import Progress
 
 from fastweights.core import FastWeightError
 from fastweights.lm import data, evaluation, folder, generation, report
-from fastweights.lm.config import Config
 from fastweights.lm.adapting import Dynamic
+from fastweights.lm.config import Config
 from fastweights.lm.evaluation import Text
 from fastweights.lm.files import write_json
 from fastweights.lm.memory import Memory

@@ -60,6 +60,7 @@ class Config:
     dropout: float = _of(0.0, "After every mixer and feed-forward.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
     context: str = _of("carried", "carried: memory goes on between segments; packed: every segment starts anew.")
+    forget: float = _of(0.1, "Share of carried segments that start with an empty memory all the same.")
     length: int = _of(256, "Tokens per segment, the span of backpropagation.")
     batch: int = _of(16, "Segments per step and device.")
     accumulate: int = _of(1, "Batches per step.")

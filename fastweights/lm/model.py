@@ -21,8 +21,8 @@ from fastweights.torch import head as blockwise
 from fastweights.torch.fwl import FWLBlock
 
 EPS = 1e-6  # of the norms
-FAST_TOKENS = 256.0  # divides the losses that a Fast Weight Layer descends; a number, so only the past matters
-FAST_STEP = 0.1  # its initial step size
+# The Fast Weight Layer: a number divides its losses, so only the past matters; decay bounds what a long text adds up to
+FAST: dict[str, Any] = dict(normalizer=256.0, step_size=0.1, decay=0.999)
 
 
 class State(NamedTuple):
@@ -97,8 +97,9 @@ class LanguageModel(nn.Module):
         self.fast = None
         if config.head == "fwl":
             hidden = config.fast_hidden or 2 * config.dim
-            self.fast = FWLBlock(config.dim, vocab, inputs=config.dim, hidden=hidden, normalizer=FAST_TOKENS,
-                                 step_size=FAST_STEP, unembed=self.embedding.weight)  # fmt: skip
+            self.fast = FWLBlock(
+                config.dim, vocab, inputs=config.dim, hidden=hidden, unembed=self.embedding.weight, **FAST
+            )
 
     def init_state(self, batch: int) -> State:
         """The state before the first token."""

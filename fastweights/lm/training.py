@@ -158,8 +158,10 @@ class Trainer:
             group["lr"] = c.lr * rate
         self.optimizer.zero_grad(set_to_none=True)
         total, after = 0.0, []
+        forget = np.random.default_rng([c.seed, step]).random(len(rows)) < c.forget
         for i, state in enumerate(states):
-            batch = to_batch(rows[i * c.batch : (i + 1) * c.batch], self.model.vocab - 1, self.device)
+            mine = slice(i * c.batch, (i + 1) * c.batch)
+            batch = to_batch(rows[mine], self.model.vocab - 1, self.device, forget[mine])
             with self.autocast:
                 trained, loss, state = self.objective(*batch[:3], state, batch[3])
             (trained / weight).backward()
@@ -187,11 +189,16 @@ class Trainer:
         return total / max(1.0, weight)
 
 
-def to_batch(rows: np.ndarray, start: int, device: str) -> tuple[Tensor, Tensor, Tensor, Pieces]:
-    """tokens, labels, weights (B, T) and pieces of rows (B, T + 1); a document's start is never a label."""
+def to_batch(rows: np.ndarray, start: int, device: str, forget: Any = False) -> tuple[Tensor, Tensor, Tensor, Pieces]:
+    """tokens, labels, weights (B, T) and pieces of rows (B, T + 1); a document's start is never a label.
+
+    forget (B,): where a row starts with an empty memory, document or not.
+    """
     tokens, labels = rows[:, :-1], rows[:, 1:]
+    starts = tokens == start
+    starts[:, 0] |= forget
     to = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)  # noqa: E731
-    return to(tokens), to(labels), to((labels != start).astype(np.float32)), Pieces.of(tokens == start, device)
+    return to(tokens), to(labels), to((labels != start).astype(np.float32)), Pieces.of(starts, device)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ class Layout:
     sequences: int
     rows: int
     room: int  # rows that any packing of these shapes needs at most: what is allocated
+    tokens: int
+    whole: bool  # no row is cut short
     T: int
     per: int
     of_sequence: torch.Tensor | None = None  # (sequences, 3): first token, tokens, first row
@@ -32,7 +34,7 @@ class Layout:
         B, T = q.shape[:2]
         if cu_seqlens is None:
             per = triton.cdiv(T, C)
-            return cls(B, B * per, B * per, T, per)
+            return cls(B, B * per, B * per, B * T, T % C == 0, T, per)
         offsets = cu_seqlens.tolist()
         check_offsets(offsets, T)
         return cls.packed(offsets, q.device)
@@ -48,12 +50,13 @@ class Layout:
         of_sequence = torch.stack([start, length, last - chunks], 1)
         of_row = torch.stack([start[sequence] + step * C, length[sequence] - step * C], 1)
         room = offsets[-1] // C + len(start)
-        return cls(len(start), len(sequence), room, 0, 0, of_sequence.to(device), of_row.to(device))
+        whole = not (length % C).any().item()
+        return cls(len(start), len(sequence), room, offsets[-1], whole, 0, 0, of_sequence.to(device), of_row.to(device))
 
     @property
     def arguments(self):
         """What every kernel takes to find its tokens."""
-        return dict(of_sequence=self.of_sequence, of_row=self.of_row, T=self.T, per=self.per,
+        return dict(of_sequence=self.of_sequence, of_row=self.of_row, T=self.T, per=self.per, tokens=self.tokens,
                     PACKED=self.of_row is not None)  # fmt: skip
 
 
@@ -77,21 +80,65 @@ def find_row(of_row, T, per, row, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, token, head, column, left, H: tl.constexpr, width: tl.constexpr, C: tl.constexpr):
-    """x[token : token + C, head, column] [C, columns], zero past the sequence's end and past the width."""
-    i = tl.arange(0, C)
-    at = i[:, None] * (H * width) + column[None, :]  # int32, the same for every chunk
-    mask = (i < left)[:, None] & (column < width)[None, :]
-    return tl.load(x + (token * H + head) * width + at, mask=mask, other=0.0)
+def describe(x, tokens, WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr):
+    """x (tokens, WIDTH) for tiles of [C, B]: a descriptor for the copy engine, or the pointer itself."""
+    if TMA:
+        return tl.make_tensor_descriptor(x, [tokens, WIDTH], [WIDTH, 1], [C, B])
+    else:
+        return x
 
 
 @triton.jit
-def store_tile(x, value, token, head, column, left, H: tl.constexpr, width: tl.constexpr, C: tl.constexpr):
+def load_tile(x, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
+              C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """x[token : token + C, head, first : first + B] [C, B], zero past the sequence's end and past the width D."""
+    if TMA:
+        return x.load([token.to(tl.int32), (head * D + first).to(tl.int32)])
+    else:
+        i = tl.arange(0, C)
+        column = first + tl.arange(0, B)
+        mask = (i < left)[:, None] & (column < D)[None, :]
+        return tl.load(x + ((token + i) * H + head)[:, None] * D + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
+               C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """The inverse of `load_tile`."""
-    i = tl.arange(0, C)
-    at = i[:, None] * (H * width) + column[None, :]
-    mask = (i < left)[:, None] & (column < width)[None, :]
-    tl.store(x + (token * H + head) * width + at, value.to(x.dtype.element_ty), mask=mask)
+    if TMA:
+        x.store([token.to(tl.int32), (head * D + first).to(tl.int32)], value.to(x.dtype))
+    else:
+        i = tl.arange(0, C)
+        column = first + tl.arange(0, B)
+        mask = (i < left)[:, None] & (column < D)[None, :]
+        at = ((token + i) * H + head)[:, None] * D + column[None, :]
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_block(x, at, row, column, K: tl.constexpr, V: tl.constexpr,
+               BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """x[at, row : row + BK, column : column + BV] of matrices (K, V), zero outside."""
+    if TMA:
+        return x.load([(at * K + row).to(tl.int32), column])
+    else:
+        d = row + tl.arange(0, BK)
+        e = column + tl.arange(0, BV)
+        mask = (d < K)[:, None] & (e < V)[None, :]
+        return tl.load(x + at * K * V + d[:, None] * V + e[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr,
+                BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The inverse of `load_block`."""
+    if TMA:
+        x.store([(at * K + row).to(tl.int32), column], value.to(x.dtype))
+    else:
+        d = row + tl.arange(0, BK)
+        e = column + tl.arange(0, BV)
+        mask = (d < K)[:, None] & (e < V)[None, :]
+        tl.store(x + at * K * V + d[:, None] * V + e[None, :], value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -99,7 +146,10 @@ def product(a, b, c, PRECISION: tl.constexpr):
     """a @ b + c in float32. tf32 is rounded to nearest here: the tensor cores drop the bits that do not fit."""
     if PRECISION == "tf32" and a.dtype == tl.float32:
         a, b = _round(a), _round(b)
-    return tl.dot(a, b, c, input_precision=PRECISION)
+    if a.dtype == tl.float32 and c is not None:  # the tensor cores truncate what they add to
+        return c + tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, c, input_precision=PRECISION)
 
 
 @triton.jit
@@ -117,7 +167,7 @@ def read_decay(log_g, i, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per,
+def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, tokens,
            H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr,
            BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # one program: the rates of one row and BH heads, from (T, H) to (H, C)
@@ -147,3 +197,9 @@ def rates(beta, log_decay, layout, H):
         beta, log_decay, beta_rows, log_g, **layout.arguments, H=H, C=C, BH=BH,
         BETA=beta is not None, DECAY=log_decay is not None)  # fmt: skip
     return beta_rows, log_g
+
+
+def copied_by_engine(layout, q, BK, V, BV):
+    """Whether tiles are loaded and stored by Hopper's copy engine: whole chunks, whole blocks, 16-bit numbers."""
+    fits = layout.whole and q.shape[-1] == BK and V % BV == 0 and q.dtype != torch.float32
+    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9

@@ -8,36 +8,57 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels.chunks import C, find_sequence, load_tile, product, read_decay, store_tile
+from fastweights.torch.kernels.chunks import (
+    C,
+    copied_by_engine,
+    describe,
+    find_sequence,
+    load_block,
+    load_tile,
+    product,
+    read_decay,
+    store_block,
+    store_tile,
+)
 
 
 @triton.jit
-def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, of_row, T, per,
+def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
-             STAGES: tl.constexpr):  # fmt: skip
+             STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
     d = tl.arange(0, BK)  # row of S: key feature
-    e = tl.program_id(0) * BV + tl.arange(0, BV)  # column of S: value feature
+    column = tl.program_id(0) * BV
+    e = column + tl.arange(0, BV)  # column of S: value feature
     at_S = d[:, None] * V + e[None, :]
     in_S = (d < K)[:, None] & (e < V)[None, :]
     first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
     S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)  # [BK, BV]
+    k, v = describe(k, tokens, H * K, C, BK, TMA), describe(v, tokens, H * V, C, BV, TMA)
+    if OUT:
+        q, o = describe(q, tokens, H * K, C, BK, TMA), describe(o, tokens, H * V, C, BV, TMA)
+    if SAVE:
+        S_saved = describe(S_saved, tokens // C * H * K, V, BK, BV, TMA)
+    if DELTA:
+        X = describe(X, tokens * H, C, C, C, TMA)
+        if SAVE:
+            u_saved = describe(u_saved, tokens, H * V, C, BV, TMA)
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
-        k_i = load_tile(k, token, head, d, left, H, K, C)  # [C, BK]
-        u = load_tile(v, token, head, e, left, H, V, C)  # [C, BV]
+        k_i = load_tile(k, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
+        u = load_tile(v, token, head, column, left, H, V, C, BV, TMA)  # [C, BV]
         S_low = S.to(dtype)
         if SAVE:
-            tl.store(S_saved + at * K * V + at_S, S_low, mask=in_S)
+            store_block(S_saved, S_low, at, 0, column, K, V, BK, BV, TMA)
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
         if DELTA:
-            X_i = tl.load(X + at * C * C + i[:, None] * C + i[None, :])  # [C, C]
+            X_i = load_block(X, at, 0, 0, C, C, C, C, TMA)  # [C, C]
             kS = product(k_i, S_low, None, PRECISION)
             if DECAY:
                 kS *= tl.exp(log_g_i)[:, None]
@@ -46,11 +67,11 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
                 y *= tl.load(beta + at * C + i)[:, None]
             u = product(X_i, y.to(dtype), None, PRECISION).to(dtype)
             if SAVE:
-                store_tile(u_saved, u, token, head, e, left, H, V, C)
+                store_tile(u_saved, u, token, head, column, left, H, V, C, BV, TMA)
         elif BETA:
             u = (u * tl.load(beta + at * C + i)[:, None]).to(dtype)
         if OUT:
-            q_i = load_tile(q, token, head, d, left, H, K, C)  # [C, BK]
+            q_i = load_tile(q, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
             seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
             A = product(q_i, tl.trans(k_i), None, PRECISION)  # [C, C]
             o_i = product(q_i, S_low, None, PRECISION)  # [C, BV]
@@ -59,7 +80,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
                 A *= tl.exp(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
                 o_i *= tl.exp(log_r)[:, None]
             o_i = product(tl.where(seen, A, 0.0).to(dtype), u, o_i, PRECISION)
-            store_tile(o, o_i, token, head, e, left, H, V, C)
+            store_tile(o, o_i, token, head, column, left, H, V, C, BV, TMA)
         if DECAY:
             S *= tl.exp(log_end)
             u = (u * tl.exp(log_end - log_g_i)[:, None]).to(dtype)
@@ -79,7 +100,7 @@ def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, ou
         _forward[triton.cdiv(V, BV), layout.sequences * H](
             q, k, v, beta, log_g, X, state, o, after, u, S, **layout.arguments, H=H, K=K, V=V, C=C, BK=BK, BV=BV,
             DELTA=delta, BEFORE=before, BETA=beta is not None, DECAY=log_g is not None, OUT=out, SAVE=save,
-            PRECISION=precision, STAGES=stages, num_warps=warps)  # fmt: skip
+            PRECISION=precision, STAGES=stages, TMA=copied_by_engine(layout, q, BK, V, BV), num_warps=warps)  # fmt: skip
     return o, after, u, S
 
 

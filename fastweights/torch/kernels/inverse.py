@@ -33,8 +33,8 @@ def _invert(L, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, H: tl.constexpr, K: tl.constexpr,
-             C: tl.constexpr, BK: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
+             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
              PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
@@ -42,7 +42,7 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, H: tl.constexpr, K:
     i = tl.arange(0, C)
     L = tl.zeros([C, C], tl.float32)
     for first in range(0, K, BK):
-        k_i = load_tile(k, token, head, first + tl.arange(0, BK), left, H, K, C)
+        k_i = load_tile(k, token, head, first, left, H, K, C, BK, False)
         L = product(k_i, tl.trans(k_i), L, PRECISION)
     below = i[:, None] > i[None, :]
     if DECAY:
