@@ -18,6 +18,9 @@ from oracle import assert_close
 from fastweights import FastWeightError, fwl
 from fastweights.fwl import STEPS, FWLState
 
+if os.environ.get("KERAS_BACKEND") == "tensorflow":
+    import torch._dynamo  # noqa: F401 - loads Triton, whose library aborts when it comes after TensorFlow's
+
 ROOT = Path(__file__).parent.parent
 B, T, D, SIZE, V = 2, 9, 3, 4, 5
 NAMES = ["logits", "loss", "slow_loss", *FWLState._fields]
@@ -96,6 +99,10 @@ class Flax:
         block = self.fw.FWLBlock(SIZE, V, **dict(attn_chunks=2, step_size=0.5) | arguments, param_dtype=dtype)
         return FlaxBlock(self.jax, block, {name: self.array(w) for name, w in weights.items()})
 
+    def compiled(self, f):
+        """Much faster than f where every operation is compiled by itself."""
+        return self.jax.jit(f)
+
     def pull(self, f, inputs, cotangents):
         """f(*inputs) as a list, and the gradients of its sum times the cotangents."""
 
@@ -120,8 +127,6 @@ class FlaxBlock:
         self.jax, self.block, self.weights = jax, block, weights
 
     def __getattr__(self, name):
-        if name == "compiled_step":
-            return self.jax.jit(self.step)
         return partial(self.block.apply, {"params": self.weights}, method=name)
 
     def __call__(self, *arguments):
@@ -154,8 +159,14 @@ class Keras:
         block = self.fw.FWLBlock(SIZE, V, **dict(attn_chunks=2, step_size=0.5) | arguments, inputs=D, dtype=dtype)
         self.fw.import_parameters(block, weights)
         assert self.fw.export_parameters(block).keys() == weights.keys()
-        block.compiled_step = block.step
         return block
+
+    def compiled(self, f):
+        if self.backend != "jax":
+            return f
+        import jax
+
+        return jax.jit(f)
 
     def pull(self, f, inputs, cotangents, variables=()):
         inputs, cotangents = [self.array(a) for a in inputs], [self.array(c) for c in cotangents]
@@ -303,13 +314,12 @@ def test_is_torchs(framework, rng, dtype):
 @pytest.mark.parametrize(
     "arguments",
     [
-        dict(fast_bias=False, shared_norm_step=True, normalizer="sequence", attn_chunks=None, hidden=6),
-        dict(normalizer=5.0, decay=0.9, clip=0.2, carried=3),
-        dict(normalizer=5.0, decay=0.8, rule="delta", carried=3, attn_chunks=4),
-        dict(first_order=True, bias=False),
+        dict(fast_bias=False, shared_norm_step=True, normalizer="sequence", attn_chunks=None, hidden=6, bias=False,
+             first_order=True),
+        dict(normalizer=5.0, decay=0.8, clip=0.2, rule="delta", carried=3, attn_chunks=4),
     ],
-    ids=["published", "clipped", "delta", "first-order"],
-)
+    ids=["published", "delta"],
+)  # fmt: skip
 def test_arguments(framework, rng, arguments):
     compare(framework, rng, **arguments)
 
@@ -326,15 +336,15 @@ def test_packed_documents_do_not_leak(framework, rng):
     x, tokens, cu = rng.standard_normal((1, 14, D)), rng.integers(V, size=(1, 14)), [0, 5, 6, 6, 14]
     labels, weights = framework.fw.make_labels(tokens, cu_seqlens=np.array(cu), dtype="float64")
     labels, weights = framework.numpy(labels), framework.numpy(weights)
-    got = framework.numpy(block.run(x, labels, weights, cu_seqlens=np.array(cu)).logits)
+    run = framework.compiled(lambda *a: block.run(*a[:3], cu_seqlens=a[3] if len(a) > 3 else None).logits)
+    got = framework.numpy(run(x, labels, weights, np.array(cu)))
     for a, b in pairwise(cu):
         if a < b:
-            alone = block.run(x[:, a:b], labels[:, a:b], weights[:, a:b]).logits
+            alone = run(x[:, a:b], labels[:, a:b], weights[:, a:b])
             assert_close(got[:, a:b], framework.numpy(alone))
 
 
-@pytest.mark.parametrize("words", [1, 2, 3, V])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("words", "dtype"), [(1, "float64"), (2, "float64"), (3, "float32"), (V, "float64")])
 def test_blocked_head_is_the_plain_head(framework, rng, monkeypatch, words, dtype):
     """Also where blocks do not divide the vocabulary; gradients of the loss's gradient too."""
     framework.cut(monkeypatch, words, B * T)
@@ -356,10 +366,10 @@ def test_loss_is_the_mean_without_logits(framework, rng, monkeypatch):
     framework.cut(monkeypatch, 2, B * T)
     block = framework.make(Torch().weights)
     x, labels, weights = problem(rng)
-    out = block.run(x, labels, weights)
+    out = framework.compiled(block.run)(x, labels, weights)
     mean = (framework.numpy(out.loss) * weights).sum() / weights.sum()
-    assert_close(framework.numpy(block.loss(x, labels, weights)), mean)
-    without = block.run(x, labels, weights, logits=False)
+    assert_close(framework.numpy(framework.compiled(block.loss)(x, labels, weights)), mean)
+    without = framework.compiled(lambda *a: block.run(*a, logits=False))(x, labels, weights)
     assert without.logits is None
     assert_close(framework.numpy(without.loss), framework.numpy(out.loss))
 
@@ -380,14 +390,13 @@ def test_token_by_token_equals_the_parallel_pass(framework, rng, arguments):
     block = framework.make(Torch().weights, normalizer=6.0, **arguments)
     x, labels, weights = problem(rng)
     weights = (weights > 0).astype("float64")
-    want = [framework.numpy(a) for a in flat(block.run(x, labels, weights))]
+    run, step = framework.compiled(block.run), framework.compiled(block.step)
+    want = [framework.numpy(a) for a in flat(run(x, labels, weights))]
     known = np.array([[1.0, 1.0, 1.0, 1.0, 0.0]] * B)  # the label of the fifth is not known yet
-    for first, state in ((0, block.init_state(B)), (5, block.run(x[:, :5], labels[:, :5], known).state)):
+    for first, state in ((0, block.init_state(B)), (5, run(x[:, :5], labels[:, :5], known).state)):
         for t in range(first, T):
-            if t == 0:
-                logits, state = block.step(framework.array(x[:, 0]), None, state)
-            else:
-                logits, state = block.compiled_step(framework.array(x[:, t]), framework.array(labels[:, t - 1]), state)
+            label = framework.array(labels[:, t - 1]) if t else None
+            logits, state = step(framework.array(x[:, t]), label, state)
             assert_close(framework.numpy(logits), want[0][:, t])
         for name, a, b in zip(FWLState._fields, state, want[3:], strict=True):
             assert_close(framework.numpy(a), b, name=name)
@@ -596,10 +605,11 @@ def test_keras_config_and_policies(keras, rng):
     assert (again.config, again.inputs, again.bias, again.name) == (block.config, D, False, "top")
     x, labels, weights = problem(rng, dtype="float32")
     mixed = fw.FWLBlock(SIZE, V, dtype="mixed_bfloat16", normalizer=6.0)
-    assert k.backend.standardize_dtype(mixed(x, labels, weights).dtype) == "bfloat16"
-    out = mixed.run(x, labels, weights)
+    mixed.build((B, T, D))
+    out = keras.compiled(mixed.run)(x, labels, weights)
+    assert k.backend.standardize_dtype(out.logits.dtype) == "bfloat16"
     assert [k.backend.standardize_dtype(a.dtype) for a in (out.loss, out.state.dense1)] == ["float32"] * 2
-    logits, _ = mixed.step(x[:, 0], None, mixed.init_state(B))
+    logits, _ = keras.compiled(lambda x, state: mixed.step(x, None, state))(x[:, 0], mixed.init_state(B))
     assert logits.shape == (B, V)
     with pytest.raises(FastWeightError, match=r"unembed has shape \(4, 5\); expected \(5, 4\)"):
         fw.FWLBlock(SIZE, V, unembed=k.layers.Embedding(SIZE, V))

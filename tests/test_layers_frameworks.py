@@ -25,7 +25,7 @@ from fastweights.recurrent import RNNState
 ROOT = Path(__file__).parent.parent
 JAX = (  # Keras on JAX compiles operation by operation, for every new shape: each feature once
     "presets and (float64 or performer) or norms or everything and l2 or rnn and (9 or 5) or programmer and tanh "
-    "or streaming and silu or split or trains or errors or config or mixed"
+    "or streaming and silu or split or back or trains or errors or config or mixed"
 )
 RULES = ["sum", "delta"]
 FEATURES = ["identity", "relu", "silu", "elu+1", "dpfp-2", "favor-4"]
@@ -95,14 +95,15 @@ class Flax:
 
     def make(self, kind, arguments, dtype, weights):
         layer = getattr(self.fw, kind)(**arguments, param_dtype=dtype)
-        inputs = arguments.get("inputs", arguments.get("dim"))
-        template = self.jax.eval_shape(layer.init, self.jax.random.key(0), np.zeros((1, 2, inputs), dtype))
-        variables = self.fw.import_parameters(template, weights)
-        found = self.fw.export_parameters(variables)
-        assert found.keys() == weights.keys()
-        for name in weights:
-            np.testing.assert_array_equal(found[name], weights[name].astype(found[name].dtype))
+        variables = self.variables(layer, arguments, weights)
         return lambda x, state=None, cotangents=None, **how: self.run(layer, kind, variables, x, state, cotangents, how)
+
+    def weights(self, kind, arguments, weights):
+        return self.fw.export_parameters(self.variables(getattr(self.fw, kind)(**arguments), arguments, weights))
+
+    def variables(self, layer, arguments, weights):
+        x = np.zeros((1, 2, arguments.get("inputs", arguments.get("dim"))), layer.param_dtype)
+        return self.fw.import_parameters(self.jax.eval_shape(layer.init, self.jax.random.key(0), x), weights)
 
     def numpy(self, a):
         return np.asarray(a)
@@ -141,11 +142,12 @@ class Keras:
     def make(self, kind, arguments, dtype, weights):
         layer = getattr(self.fw, kind)(**arguments, dtype=dtype)
         self.fw.import_parameters(layer, weights)
-        found = self.fw.export_parameters(layer)
-        assert found.keys() == weights.keys()
-        for name in weights:
-            np.testing.assert_array_equal(found[name], weights[name].astype(found[name].dtype))
         return lambda x, state=None, cotangents=None, **how: self.run(layer, kind, x, state, cotangents, how)
+
+    def weights(self, kind, arguments, weights):
+        layer = getattr(self.fw, kind)(**arguments)
+        self.fw.import_parameters(layer, weights)
+        return self.fw.export_parameters(layer)
 
     def array(self, a):
         return None if a is None else self.keras.ops.convert_to_tensor(a, dtype=str(a.dtype))
@@ -377,9 +379,7 @@ def test_step_and_init_state(framework, rng):
         x = rng.standard_normal((2, 1, 8))
         if isinstance(framework, Flax):
             raw = framework.fw.FastWeightAttention(**arguments, param_dtype="float64")
-            variables = framework.fw.import_parameters(
-                framework.jax.eval_shape(raw.init, framework.jax.random.key(0), x), weights
-            )
+            variables = framework.variables(raw, arguments, weights)
             start = raw.init_state(2)
             y, state = raw.apply(variables, x[:, 0], start, method="step")
         else:
@@ -396,6 +396,41 @@ def test_step_and_init_state(framework, rng):
         assert [None if a is None else a.shape for a in parts(start)] == [
             None if a is None else a.shape for a in parts(state)
         ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("FastWeightAttention", dict(dim=8, heads=2, features="favor-4")),
+        ("FastWeightRNN", dict(inputs=3, hidden=4)),
+        ("FastWeightProgrammer", dict(inputs=3, outputs=2)),
+    ],
+)
+def test_weights_go_there_and_back(framework, kind, arguments):
+    """PyTorch -> here -> another PyTorch layer; FAVOR+'s directions and the number of draws with them."""
+    import torch
+
+    from fastweights.torch.nn import export_parameters, import_parameters
+
+    layer = Torch(kind, arguments, "float32").layer
+    if kind == "FastWeightAttention":
+        layer.draw()
+    weights = export_parameters(layer)
+    assert ("draws" in weights) == (kind == "FastWeightAttention")
+    assert ("norm.weight" in weights) == (kind == "FastWeightRNN")
+    here = framework.weights(kind, arguments, weights)
+    assert {n: a.dtype.kind for n, a in here.items()} == {n: a.dtype.kind for n, a in weights.items()}
+    torch.manual_seed(1)
+    other = type(layer)(**arguments)
+    import_parameters(other, here)
+    for name, a in layer.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], a, rtol=0, atol=0)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+    assert all(a.any() for n, a in weights.items() if "bias" not in n)  # what was exported stays as it was
+    with pytest.raises(FastWeightError, match=r"parameters: \w+ missing, none unknown"):
+        import_parameters(other, dict(list(here.items())[1:]))
 
 
 def test_import_errors(framework, rng):
@@ -623,6 +658,15 @@ def test_keras_trains_saves_and_loads(keras, rng, tmp_path):
     assert drawn["draws"] == 4  # batches it was trained on
     np.testing.assert_allclose(drawn["projection"], first.config.projection(4), rtol=1e-6)
     np.testing.assert_allclose(keras.fw.export_parameters(second)["projection"], first.config.projection(0), rtol=1e-6)
+
+
+def test_keras_seed_decides_the_weights(keras):
+    found = []
+    for seed in (0, 0, 1):
+        keras.keras.utils.set_random_seed(seed)
+        found.append(keras.fw.export_parameters(keras.fw.FastWeightAttention(8, heads=2))["in_proj"])
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0] != found[2]).any()
 
 
 def test_keras_layer_comes_back_from_its_config(keras):

@@ -8,6 +8,9 @@ and `of_r` of r, with the mean m = r + E_y,
     dn = dz E^T,    dE = n^T dz + of_r^T (p - [v = y]),    dc = sum dz
 """
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -15,7 +18,10 @@ BLOCK = 2**25  # logits held at a time
 
 
 class Head(torch.autograd.Function):
-    """(loss (N,), r (N, size)) for n (N, size), E (size, V), c (V,), labels (N,); r is None-like when not wanted."""
+    """(loss (N,), r (N, size), log sum exp z (N,)) for n (N, size), E (size, V), c (V,), labels (N,).
+
+    r is empty when not wanted.
+    """
 
     @staticmethod
     def forward(n, E, c, labels, want_r):
@@ -23,14 +29,10 @@ class Head(torch.autograd.Function):
         top = torch.full(labels.shape, -torch.inf, dtype=wide, device=n.device)
         total, mean = torch.zeros_like(top), torch.zeros(n.shape if want_r else 0, dtype=wide, device=n.device)
         for a, b in _blocks(n, E):
-            z = torch.addmm(c[a:b], n, E[:, a:b]).to(wide)
-            new = torch.maximum(top, z.amax(1))
-            shrink = (top - new).exp_()
-            p = z.sub_(new[:, None]).exp_()
-            total = total * shrink + p.sum(1)
+            p = torch.addmm(c[a:b], n, E[:, a:b])
+            p, shrink = _softmax_block(p, top, total)
             if want_r:
-                mean = mean * shrink[:, None] + (p.to(n.dtype) @ E[:, a:b].mT).to(wide)
-            top = new
+                mean.mul_(shrink[:, None]).add_(p @ E[:, a:b].mT)
         mine = E.index_select(1, labels).mT
         at_label = (n.to(wide) * mine.to(wide)).sum(1) + c.index_select(0, labels).to(wide)
         log_sum = top + total.log()
@@ -49,29 +51,62 @@ class Head(torch.autograd.Function):
     def backward(ctx, of_loss, of_r, _):
         n, E, c, labels, r, log_sum = ctx.saved_tensors
         wide = log_sum.dtype
-        if of_loss is None:
-            of_loss = torch.zeros_like(log_sum)
-        offset = of_loss.to(wide)
+        of_loss = torch.zeros_like(log_sum) if of_loss is None else of_loss.to(wide).contiguous()
+        offset = of_loss
         if of_r is not None:
             mean = r + E.index_select(1, labels).mT
             offset = offset - (mean.to(wide) * of_r.to(wide)).sum(1)
         dn, dE, dc = torch.zeros(n.shape, dtype=wide, device=n.device), torch.empty_like(E), torch.empty_like(c)
-        row = torch.arange(len(labels), device=n.device)
         for a, b in _blocks(n, E):
-            z = torch.addmm(c[a:b], n, E[:, a:b]).to(wide)
-            p = z.sub_(log_sum[:, None]).exp_()
-            dz = p * offset[:, None] if of_r is None else p * (offset[:, None] + (of_r @ E[:, a:b]).to(wide))
-            here = (labels >= a) & (labels < b)
-            at = (row[here], labels[here] - a)
-            dz.index_put_(at, -of_loss.to(wide)[here], accumulate=True)
+            dz = torch.addmm(c[a:b], n, E[:, a:b])
+            residual = None if of_r is None else of_r @ E[:, a:b]
+            dz, residual = _gradient_block(dz, residual, log_sum, offset, of_loss, labels, a)
+            dn += dz @ E[:, a:b].mT
             dc[a:b] = dz.sum(0)
-            dz = dz.to(n.dtype)
-            dn += (dz @ E[:, a:b].mT).to(wide)
-            dE[:, a:b] = n.mT @ dz
-            if of_r is not None:
-                p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
-                dE[:, a:b] += of_r.mT @ p.to(n.dtype)
+            dE[:, a:b] = n.mT @ dz if residual is None else torch.addmm(n.mT @ dz, of_r.mT, residual)
         return dn.to(n.dtype), dE, dc, None, None
+
+
+def _softmax_block(z, top, total):
+    """(exp(z - top), what shrinks older sums), with top and total updated in place."""
+    if _on_gpu(z):
+        from fastweights.torch.kernels import head as kernels
+
+        return z, kernels.softmax_block(z, top, total)
+    wide = z.to(top.dtype)
+    new = torch.maximum(top, wide.amax(1))
+    shrink = (top - new).exp_()
+    p = wide.sub_(new[:, None]).exp_()
+    total.mul_(shrink).add_(p.sum(1))
+    top.copy_(new)
+    return p.to(z.dtype), shrink
+
+
+def _gradient_block(z, e, log_sum, offset, of_loss, labels, first):
+    """(dz, p - [v = y]) from the logits z and e = of_r E of a block whose first word is `first`."""
+    if _on_gpu(z):
+        from fastweights.torch.kernels import head as kernels
+
+        kernels.gradient_block(z, e, log_sum, offset, of_loss, labels, first)
+        return z, e
+    p = z.to(log_sum.dtype).sub_(log_sum[:, None]).exp_()
+    dz = p * (offset[:, None] if e is None else offset[:, None] + e.to(p.dtype))
+    here = (labels >= first) & (labels < first + z.shape[1])
+    at = here.nonzero()[:, 0], labels[here] - first
+    dz.index_put_(at, -of_loss[here], accumulate=True)
+    if e is not None:
+        p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
+        e = p.to(z.dtype)
+    return dz.to(z.dtype), e
+
+
+@cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _on_gpu(z):
+    return z.is_cuda and z.dtype != torch.float64 and _triton()
 
 
 def _blocks(n, E):

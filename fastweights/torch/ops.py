@@ -1,7 +1,5 @@
 """`fast_weight` for PyTorch: argument checks, the choice of method, and the loop that is the equation itself."""
 
-from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal
@@ -13,6 +11,7 @@ from fastweights import core, features
 from fastweights.core import FastWeightError
 from fastweights.torch import functional
 
+HAS_TRITON = find_spec("triton") is not None
 CHUNK_SIZE = {"cpu": 32}  # tokens; 64 elsewhere. Measured with `fastweights bench`
 
 Rule = Literal["delta", "sum"]
@@ -90,7 +89,11 @@ def choose(q: Tensor) -> Method:
     """The method "auto" stands for: one token -> recurrent, what the kernels take -> kernel, else chunked."""
     if q.shape[1] == 1:
         return "recurrent"
-    return "kernel" if q.is_cuda and _kernels() and not _kernels().refusal(q) else "chunked"
+    if q.is_cuda and HAS_TRITON:
+        from fastweights.torch import kernels
+
+        return "chunked" if kernels.refusal(q) else "kernel"
+    return "chunked"
 
 
 def _recurrent(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
@@ -132,16 +135,12 @@ def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chun
     return o, state
 
 
-@cache
-def _kernels():
-    """The module of the Triton kernels, imported on first use, or None without Triton."""
-    return import_module("fastweights.torch.kernels") if find_spec("triton") else None
-
-
 def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
-    if _kernels() is None:
+    if not HAS_TRITON:
         raise FastWeightError('method="kernel" needs Triton, which is not installed; pip install triton')
-    return _kernels().fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, delta=delta, before=before)
+    from fastweights.torch import kernels  # importing Triton costs time
+
+    return kernels.fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, delta=delta, before=before)
 
 
 METHODS = {"recurrent": _recurrent, "chunked": _chunked, "kernel": _kernel}

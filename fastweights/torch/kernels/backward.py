@@ -181,7 +181,7 @@ def _local(q, k, v, beta, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, of_
     rate = (token + i) * H + head
     if DECAY:
         total += reads + tl.where(i == C - 1, ends, 0.0)
-        total = tl.sum(total) - tl.cumsum(total, 0) + total  # log g_i holds log a_1 .. log a_i
+        total = tl.cumsum(total, 0, reverse=True)  # log g_i holds log a_1 .. log a_i
         if BEFORE:
             total -= reads
         tl.store(dlog_decay + rate, total.to(dlog_decay.dtype.element_ty), mask=i < left)

@@ -1,0 +1,202 @@
+"""The Triton kernels against the float64 oracle: on a CUDA device where there is one, else in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so without a device one test runs this file once more.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from oracle import oracle, oracle_gradients, problem
+
+from fastweights import FastWeightError, core
+from fastweights.torch import fast_weight
+
+pytest.importorskip("triton")
+from fastweights.torch import kernels
+from fastweights.torch.ops import choose
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("q", "k", "v", "beta", "log_decay", "state")
+HALF = [torch.float16] if kernels.INTERPRETED else [torch.bfloat16, torch.float16]  # it has no bfloat16 products
+runs = pytest.mark.skipif(DEVICE == "cpu" and not kernels.INTERPRETED, reason="needs CUDA or Triton's interpreter")
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or kernels.INTERPRETED, reason="the tests below run by themselves")
+def test_everything_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh memory is NaN, so that an element left unwritten cannot pass."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def poisoned(*a, _make=make, **kw):
+            x = _make(*a, **kw)
+            return x.fill_(float("nan")) if x.dtype.is_floating_point else x
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+def tensors(args, dtype, device=DEVICE):
+    """Leaves in dtype, the state in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {n: torch.tensor(x, dtype=wide if n == "state" else dtype, device=device, requires_grad=True)
+            for n, x in args.items()}  # fmt: skip
+
+
+def everything(o, S, leaves, do, dS):
+    """Outputs and gradients by name, in float64."""
+    ups = [torch.tensor(x, dtype=y.dtype, device=y.device) for x, y in ((do, o), (dS, S))]
+    grads = torch.autograd.grad([o, S], list(leaves.values()), ups)
+    found = {"o": o, "S": S} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+    return {n: x.detach().double().cpu().numpy() for n, x in found.items()}
+
+
+def loop(q, k, v, state, beta=None, log_decay=None, *, rule, read):
+    """Plain PyTorch: the equation in a loop, everything in the dtype of q."""
+    S, outputs = state.to(q.dtype), []
+    beta = torch.ones_like(q[..., 0]) if beta is None else beta
+    decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.exp()
+    for t in range(q.shape[1]):
+        S, o = core.step(S, *(x[:, t] for x in (q, k, v, beta, decay)), delta=rule == "delta", before=read == "before")
+        outputs.append(o)
+    return torch.stack(outputs, 1), S
+
+
+def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
+    """Output, state and every gradient err at most `factor` times as much as plain PyTorch's in the same dtype.
+
+    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form.
+    """
+    rounded = {n: x.detach().double().cpu().numpy() for n, x in tensors(args, dtype).items()}
+    rng = np.random.default_rng(1)
+    do, dS = rng.standard_normal(args["v"].shape), rng.standard_normal(args["state"].shape)
+    do = torch.tensor(do, dtype=dtype).double().numpy()
+    exact = dict(zip("oS", oracle(**rounded, rule=rule, read=read), strict=True))
+    exact |= {f"d{n}": g for n, g in oracle_gradients(rounded, do, dS, rule=rule, read=read).items()}
+    leaves, same, chunks = (tensors(args, dtype) for _ in range(3))
+    got = everything(*fast_weight(**leaves, rule=rule, read=read, method="kernel"), leaves, do, dS)
+    plain = everything(*loop(**same, rule=rule, read=read), same, do, dS)
+    chunked = fast_weight(**chunks, rule=rule, read=read, method="chunked", chunk_size=64)
+    chunked = everything(*chunked, chunks, do, dS)
+    for n in exact:
+        error, loops, chunked_error = (np.abs(x[n] - exact[n]).max() for x in (got, plain, chunked))
+        allowed = factor * max(loops, chunked_error)
+        assert error <= allowed, f"{n}: max error {error:.2e} exceeds {allowed:.2e}, {factor} x plain PyTorch's"
+
+
+@runs
+@pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize("read", ["after", "before"])
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_outputs_and_gradients(rng, rule, read, decay):
+    check(problem(rng, B=1, T=70, H=2, K=16, V=16, decay=decay), rule=rule, read=read)
+
+
+@runs
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 130])
+def test_lengths(rng, T):
+    check(problem(rng, B=2, T=T, H=1, K=16, V=16), HALF[0])
+
+
+@runs
+@pytest.mark.parametrize("K, V", [(96, 16), (16, 80), (64, 64), (128, 128)])
+@pytest.mark.parametrize("dtype", HALF)
+def test_widths_in_half_precision(rng, dtype, K, V):
+    check(problem(rng, B=1, T=70, H=1, K=K, V=V), dtype)
+
+
+@runs
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_without_rates(rng, rule):
+    args = problem(rng, B=1, T=70, H=2, K=16, V=16, decay=False)
+    del args["beta"]
+    check(args, HALF[0], rule=rule)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_keys_that_repeat(rng, dtype):
+    args = problem(rng, B=1, T=128, H=1, K=16, V=16, decay=False)
+    args["k"] = np.broadcast_to(args["k"][:, :1], args["k"].shape).copy()
+    args["beta"][:] = 0.9
+    check(args, dtype)
+
+
+@runs
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_packed_equals_each_by_itself(rng, rule):
+    cuts = [0, 1, 66, 66, 130]
+    args = tensors(problem(rng, B=1, T=130, H=2, K=16, V=16, sequences=4), torch.float32)
+    do, dS = torch.randn_like(args["v"]), torch.randn_like(args["state"])
+    o, S = fast_weight(**args, rule=rule, cu_seqlens=torch.tensor(cuts, device=DEVICE), method="kernel")
+    grads = torch.autograd.grad([o, S], list(args.values()), [do, dS])
+    for n, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+        where = {m: slice(n, n + 1) if m == "state" else (slice(None), slice(a, b)) for m in args}
+        part = {m: x.detach()[where[m]].clone().requires_grad_() for m, x in args.items()}
+        o_n, S_n = fast_weight(**part, rule=rule, method="chunked")
+        torch.testing.assert_close((o[:, a:b], S[n : n + 1]), (o_n, S_n), rtol=1e-4, atol=1e-4)
+        wanted = torch.autograd.grad([o_n, S_n], list(part.values()), [do[:, a:b], dS[n : n + 1]])
+        for m, g, want in zip(args, grads, wanted, strict=True):
+            torch.testing.assert_close(g[where[m]], want, rtol=1e-3, atol=1e-3, msg=m)
+
+
+@runs
+def test_a_state_carries_across_a_cut(rng):
+    args = tensors(problem(rng, B=1, T=130, H=2, K=16, V=16), torch.float32)
+    o, S = fast_weight(**args, method="kernel")
+    first, second = ({n: x[:, a:b] for n, x in args.items() if n != "state"} for a, b in ((0, 50), (50, 130)))
+    o_1, S_1 = fast_weight(**first, state=args["state"], method="kernel")
+    o_2, S_2 = fast_weight(**second, state=S_1, method="kernel")
+    torch.testing.assert_close((torch.cat([o_1, o_2], 1), S_2), (o, S), rtol=1e-4, atol=1e-4)
+
+
+@runs
+def test_transforms(rng):
+    inputs = list(tensors(problem(rng, B=1, T=20, H=1, K=16, V=16), torch.float32).values())
+    names = list(problem(rng, B=1, T=1, H=1))
+    call = lambda *x, method="kernel": fast_weight(**dict(zip(names, x, strict=True)), method=method)  # noqa: E731
+    many = [torch.stack([x.detach(), 0.5 * x.detach()]) for x in inputs]
+    per_sample = lambda method: torch.func.vmap(  # noqa: E731
+        torch.func.grad(lambda *x: call(*x, method=method)[0].sin().sum(), argnums=tuple(range(6)))
+    )(*many)
+    torch.testing.assert_close(per_sample("kernel"), per_sample("chunked"), rtol=1e-3, atol=1e-3)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), call(*inputs))
+    (twice,) = torch.autograd.grad(torch.autograd.grad(call(*inputs)[0].sin().sum(), inputs[1], create_graph=True)[0].sum(), inputs[1])  # fmt: skip
+    (want,) = torch.autograd.grad(torch.autograd.grad(call(*inputs, method="chunked")[0].sin().sum(), inputs[1], create_graph=True)[0].sum(), inputs[1])  # fmt: skip
+    torch.testing.assert_close(twice, want, rtol=1e-2, atol=1e-2)
+
+
+@runs
+def test_operators_pass_torchs_own_check(rng, monkeypatch):
+    monkeypatch.undo()  # fresh memory must be what torch gives
+    inputs = [x.detach() for x in tensors(problem(rng, B=1, T=20, H=1, K=16, V=16), torch.float32).values()]
+    q, k, v, beta, state, log_decay = inputs
+    forward = (q, k, v, beta, log_decay, state, None, True, False, True, True)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(kernels.kernel_op, forward, test_utils=tests)
+    o, S, *saved = kernels.kernel_op(*forward)
+    torch.library.opcheck(kernels.backward_op, (o, S, *forward[:7], *saved, True, False, True), test_utils=tests)
+
+
+def test_what_the_kernels_refuse():
+    narrow, wide = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 300)
+    with pytest.raises(FastWeightError, match=r'method="kernel" computes in float32 or less; q is torch\.float64'):
+        fast_weight(*[narrow.double()] * 3, method="kernel")
+    with pytest.raises(FastWeightError, match="keys of at most 256 features; q has 300"):
+        fast_weight(wide, wide, narrow, method="kernel")
+    if not kernels.INTERPRETED:
+        with pytest.raises(FastWeightError, match='method="kernel" needs a CUDA device; q is on cpu'):
+            fast_weight(narrow, narrow, narrow, method="kernel")
+    assert choose(narrow) == "chunked"  # "auto" on a CPU
