@@ -127,10 +127,23 @@ def test_without_rates(rng, rule):
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_keys_that_repeat(rng, dtype):
+    """The worst case of the inverse. In half precision the sums that cancel there are rounded: a bound of its own."""
     args = problem(rng, B=1, T=128, H=1, K=16, V=16, decay=False)
     args["k"] = np.broadcast_to(args["k"][:, :1], args["k"].shape).copy()
     args["beta"][:] = 0.9
-    check(args, dtype)
+    if dtype == torch.float32:
+        return check(args, dtype)
+    leaves, exact = tensors(args, dtype), tensors(args, torch.float64)
+    with torch.no_grad():
+        for name, x in leaves.items():
+            exact[name].copy_(x)
+    rng = np.random.default_rng(1)
+    do, dS = rng.standard_normal(args["v"].shape), rng.standard_normal(args["state"].shape)
+    got = everything(*fast_weight(**leaves, method="kernel"), leaves, do, dS)
+    want = everything(*fast_weight(**exact, method="recurrent"), exact, do, dS)
+    for n in want:
+        error = np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])
+        assert error < 4 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
 
 
 @runs
@@ -183,11 +196,11 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch):
     monkeypatch.undo()  # fresh memory must be what torch gives
     inputs = [x.detach() for x in tensors(problem(rng, B=1, T=20, H=1, K=16, V=16), torch.float32).values()]
     q, k, v, beta, state, log_decay = inputs
-    forward = (q, k, v, beta, log_decay, state, None, True, False, True, True)
+    forward = (q, k, v, beta, log_decay, state, None, True, False, True)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.kernel_op, forward, test_utils=tests)
     o, S, *saved = kernels.kernel_op(*forward)
-    torch.library.opcheck(kernels.backward_op, (o, S, *forward[:7], *saved, True, False, True), test_utils=tests)
+    torch.library.opcheck(kernels.backward_op, (o, S, *forward[:7], *saved, True, False), test_utils=tests)
 
 
 def test_what_the_kernels_refuse():

@@ -110,7 +110,7 @@ def test_a_resumed_run_takes_no_changes(run, trained):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, hf:NAME or an existing file or folder"),
+    (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, hf:NAME or an"),
     (["train", "new", "--data", "texts", "--layers", "gpt*2"], "layers is 'gpt*2'; expected names"),
     (["train", "new", "--data", "texts", "--batch", "5000"], "expected at least 1280001: a batch is 5000 rows"),
     (["train", "trained"], "run trained exists; expected a new folder, or --resume"),

@@ -77,7 +77,8 @@ def test_subwords_are_learned_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("bpe:100", "expected a size of at least 257"), ("bpe:many", "expected bpe:SIZE"), ("none", "expected bytes, bpe:SIZE"),
+    ("bpe:100", "expected a size of at least 257"), ("bpe:many", "expected bpe:SIZE"),
+    ("none", "expected bytes, bpe:SIZE"),
 ])  # fmt: skip
 def test_tokenizer_says_what_is_wrong(spec, message):
     with pytest.raises(FastWeightError, match=message):

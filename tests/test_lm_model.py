@@ -156,7 +156,7 @@ def test_sampling():
     assert draws(temperature=1, top_k=2) == {1, 2}
     assert draws(temperature=1, top_p=0.5) == {1}
     assert draws(temperature=2) >= {0, 1, 2}
-    with pytest.raises(FastWeightError, match="top_p is 0.0; expected above 0"):
+    with pytest.raises(FastWeightError, match=r"top_p is 0\.0; expected above 0"):
         Sampling(top_p=0.0)
 
 

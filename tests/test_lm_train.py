@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,7 +16,18 @@ from fastweights.lm import files, folder, training
 from fastweights.lm.config import Config
 from fastweights.lm.training import share_of_rate, train
 
-SMALL = dict(dim=16, heads=2, layers="delta,softmax", length=16, batch=2, eval_every=4, warmup=2, steps=8, dropout=0.1)
+SMALL = dict(
+    head="linear",
+    dim=16,
+    heads=2,
+    layers="delta,softmax",
+    length=16,
+    batch=2,
+    eval_every=4,
+    warmup=2,
+    steps=8,
+    dropout=0.1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +147,7 @@ def test_a_run_that_is_not_there_or_half_written(go, tmp_path):
     run = tmp_path / "run"
     content = (run / folder.BEST).read_bytes()
     (run / folder.BEST).write_bytes(content[: len(content) // 2])
-    with pytest.raises(FastWeightError, match="cannot be read: .*; expected a complete safetensors file"):
+    with pytest.raises(FastWeightError, match=r"cannot be read: .*; expected a complete safetensors file"):
         folder.load(run)
     (run / folder.BEST).unlink()
     (run / folder.LAST).unlink()
@@ -151,3 +164,38 @@ def test_no_file_of_a_run_is_pickled(go, tmp_path):
     go("run", steps=2)
     kinds = {p.suffix for p in (tmp_path / "run").iterdir() if p.is_file()}
     assert kinds == {".json", ".jsonl", ".safetensors"}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parallel):
+    """And they resume as exactly as one does."""
+    same = dict(layers="delta,softmax", head="fwl", steps=6, eval_every=3, dropout=0.0)
+    wanted = go("one", batch=4, **same)
+    flags = SMALL | same | dict(data=corpus, parallel=parallel, batch=2, device="cpu")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    run = tmp_path / "two"
+
+    def torchrun(*arguments):
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastweights", "train"]
+        env = os.environ | dict(OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(tmp_path / "cache"))
+        out = subprocess.run([sys.executable, *command, *arguments], env=env, capture_output=True, text=True, check=False)
+        assert out.returncode == 0, out.stderr[-3000:]
+        return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    assert torchrun(str(run), *flags) == pytest.approx(wanted, rel=1e-4)
+    weights = files.read_tensors(run / folder.LAST)[0]
+    assert torch.isfinite(folder.load(run).score(*torch.zeros(2, 1, 5, dtype=torch.long)).loss).all()
+    about = json.loads((run / folder.CONFIG).read_text())
+    about["config"]["steps"] = 8
+    (run / folder.CONFIG).write_text(json.dumps(about))
+    assert torchrun(str(run), "--resume")[:6] == pytest.approx(wanted, rel=1e-4)
+    again = files.read_tensors(run / folder.LAST)[0]
+    assert again.keys() == weights.keys()
+
+
+def test_processes_must_be_asked_for(go, monkeypatch):
+    with pytest.raises(FastWeightError, match="parallel is 'ddp'; expected torchrun to start this"):
+        go("run", parallel="ddp")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(FastWeightError, match="torchrun started 2 processes; expected --parallel"):
+        go("run")

@@ -30,12 +30,12 @@ class Dynamic:
 @contextmanager
 def adapting(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
     """A function that scores a document (1, T + 1) from a state, (T,); each starts from the trained weights."""
-    statistics = GradientStatistics.collect(model, how.batches, call=LanguageModel.logits) if how.batches else None
     first: list[Any] = [None]
 
     def call(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         return model.logits(tokens, first[0] if state is None else state)
 
+    statistics = GradientStatistics.collect(model, how.batches, call=call) if how.batches else None
     with DynamicEvaluation(model, rule="rms" if how.batches else "sgd", lr=how.lr, decay=how.decay, eps=EPS,
                            segment=how.segment, carry=True, statistics=statistics, call=call) as dynamic:  # fmt: skip
 

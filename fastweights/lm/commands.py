@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def evaluate(run: Path, files: list[Path], *, modes: list[str], memory: Path | N
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for mode in asked:
             task = progress.add_task(report.LABELS.get(mode, mode), total=sum(len(t.data) for t in texts))
-            scores.append(evaluation.score(model, texts, mode, memory=before, dynamic=dynamic,
-                                           advance=lambda n, task=task: progress.advance(task, n)))  # fmt: skip
+            done = partial(progress.advance, task)
+            scores.append(evaluation.score(model, texts, mode, memory=before, dynamic=dynamic, advance=done))
     found = evaluation.summary(model, texts, scores)
     report.show(found, console)
     json, picture = json or run / "eval.json", picture or run / "eval.png"

@@ -17,17 +17,19 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
 } | {name: (name, {}) for name in LAYER_PRESETS}
 OTHERS = ("transformer", "softmax", "lstm")
 
+# Schlag et al. 2021, but for the norms (theirs follow the blocks) and the vocabulary
+_PAPER: dict[str, Any] = dict(
+    model="delta-network", head="linear", heads=8, depth=16, ff="relu", hidden=2048, dropout=0.1, warmup=2000,
+    lr=2.5e-4, final_lr=0.0, clip=0.25, weight_decay=0.0, seed=1111, context="packed", eval_every=4000,
+)  # fmt: skip
+
 # Where they differ from the defaults below.
 PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {},
     "gpu": dict(dim=768, heads=12, depth=12, tokenizer="bpe:16384", length=1024, batch=32, steps=20_000, warmup=500,
                 lr=6e-4, eval_every=500),
-    "paper-small": dict(model="delta-network", dim=128, heads=8, depth=16, ff="relu", hidden=2048, dropout=0.1,
-                        length=256, batch=96, steps=500_000, warmup=2000, lr=2.5e-4, final_lr=0.0, clip=0.25,
-                        weight_decay=0.0, seed=1111, context="packed", eval_every=4000),
-    "paper-medium": dict(model="delta-network", dim=256, heads=8, depth=16, ff="relu", hidden=2048, dropout=0.1,
-                         length=384, batch=56, steps=400_000, warmup=2000, lr=2.5e-4, final_lr=0.0, clip=0.25,
-                         weight_decay=0.0, seed=1111, context="packed", eval_every=4000),
+    "paper-small": _PAPER | dict(dim=128, length=256, batch=96, steps=500_000),
+    "paper-medium": _PAPER | dict(dim=256, length=384, batch=56, steps=400_000),
 }  # fmt: skip
 
 DYNAMIC_LR = 2e-4  # rate of dynamic evaluation
@@ -48,23 +50,23 @@ class Config:
 
     data: str = _of("stdlib", "stdlib, a file, a folder, or hf:NAME[:CONFIG].")
     tokenizer: str = _of("bytes", "bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")
-    model: str = _of("delta", "transformer, linear, performer, delta, gated-delta or lstm.")
+    model: str = _of("gated-delta", "transformer, linear, performer, delta, gated-delta or lstm.")
     layers: str = _of("", 'Pattern that replaces --model and --depth, such as "delta*3,softmax".')
     depth: int = _of(4, "Number of blocks.")
     dim: int = _of(128, "Width.")
     heads: int = _of(4, "Memories or attention heads per block.")
     ff: str = _of("swiglu", "Feed-forward: swiglu or relu.")
     hidden: int = _of(0, "Its width; 0 for 4 dim (relu) or 8/3 dim (swiglu).")
-    head: str = _of("linear", "Output: linear, or fwl, a Fast Weight Layer.")
+    head: str = _of("fwl", "Output: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
     dropout: float = _of(0.0, "After every mixer and feed-forward.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
     context: str = _of("carried", "carried: memory goes on between segments; packed: every segment starts anew.")
     forget: float = _of(0.1, "Share of carried segments that start with an empty memory all the same.")
     length: int = _of(256, "Tokens per segment, the span of backpropagation.")
-    batch: int = _of(16, "Segments per step and device.")
+    batch: int = _of(8, "Segments per step and device.")
     accumulate: int = _of(1, "Batches per step.")
-    steps: int = _of(1000, "Steps of the optimiser.")
+    steps: int = _of(2000, "Steps of the optimiser.")
     minutes: float = _of(0.0, "Finish within this time, the schedule included; 0 for no limit.")
     lr: float = _of(3e-3, "Peak learning rate.")
     final_lr: float = _of(0.05, "Share of it at the end of the cosine.")

@@ -149,7 +149,7 @@ class Batches:
             windows = shuffled[within * self.rows : (within + 1) * self.rows]
         lengths = np.diff(self.split.at)[order]
         ends = np.cumsum(lengths)
-        return np.stack([self._window(w * self.length, order, ends) for w in windows])
+        return np.stack([self._window(int(w) * self.length, order, ends) for w in windows])
 
     def _window(self, at: int, order: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """length + 1 tokens from position `at` of the documents, laid end to end in this order."""

@@ -62,7 +62,7 @@ def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory 
     check_mode(model, mode)
     model.eval()
     started, losses, held = time.perf_counter(), [], 0
-    adapted = adapting(model, dynamic or Dynamic()) if mode == "dynamic" else nullcontext()
+    adapted: Any = adapting(model, dynamic or Dynamic()) if mode == "dynamic" else nullcontext()
     with adapted as run:
         for text in texts:
             rows = _row(model, text, memory if mode != "static" else None)

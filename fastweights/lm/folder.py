@@ -16,6 +16,7 @@ from fastweights.lm.config import Config
 from fastweights.lm.files import read_json, read_tensors, write_json, write_tensors
 from fastweights.lm.memory import flatten, unflatten
 from fastweights.lm.model import LanguageModel
+from fastweights.lm.parallel import Ranks, spread_like, whole
 
 CONFIG, METRICS, BEST, LAST = "config.json", "metrics.jsonl", "best.safetensors", "last.safetensors"
 
@@ -62,32 +63,53 @@ def set_weights(model: LanguageModel, weights: dict[str, torch.Tensor], file: Pa
         raise FastWeightError(f"{file} holds other weights than {CONFIG} says: {error}") from None
 
 
-def save_best(run: Path, model: LanguageModel, step: int) -> None:
-    write_tensors(run / BEST, {f"model.{n}": x for n, x in model.state_dict().items()}, dict(step=str(step)))
+def save_best(run: Path, model: LanguageModel, step: int, ranks: Ranks) -> None:
+    weights = {f"model.{n}": whole(x) for n, x in model.state_dict().items()}
+    if ranks.first:
+        write_tensors(run / BEST, weights, dict(step=str(step)))
 
 
-def save_last(run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, states: list, about: dict) -> None:
-    tensors = {f"model.{n}": x for n, x in model.state_dict().items()}
+def save_last(
+    run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, states: list, about: dict, ranks: Ranks
+) -> None:
+    """All processes call it, the first writes."""
+    tensors = {f"model.{n}": whole(x) for n, x in model.state_dict().items()}
     for i, values in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{i}.{n}": x for n, x in values.items()}
-    for i, state in enumerate(states):
+        tensors |= {f"optimizer.{i}.{n}": whole(x) for n, x in values.items()}
+    for i, state in enumerate(ranks.gather(states)):
         tensors |= {f"state.{i}.{n}": x for n, x in flatten(state)}
-    write_tensors(run / LAST, tensors, dict(about=json.dumps(about)))
+    if ranks.first:
+        write_tensors(run / LAST, tensors, dict(about=json.dumps(about)))
 
 
-def restore(run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, device: str) -> tuple[list, dict]:
-    """Put a run's last checkpoint back; returns the carried states, one per accumulated batch, and the position."""
+def restore(run: Path, model: LanguageModel, ranks: Ranks) -> tuple[list, dict]:
+    """Put back the last weights; returns the carried states, one per accumulated batch, and the position."""
     tensors, metadata = read_tensors(run / LAST)
     set_weights(model, {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}, run / LAST)
-    slots: dict[int, dict] = {}
-    carried: dict[int, dict] = {}
-    for name, x in tensors.items():
-        kind, _, rest = name.partition(".")
-        number, _, rest = rest.partition(".")
-        if kind == "optimizer":
-            slots.setdefault(int(number), {})[rest] = x
-        elif kind == "state":
-            carried.setdefault(int(number), {})[rest] = x.to(device)
-    optimizer.load_state_dict(optimizer.state_dict() | dict(state=slots))
+    carried = _numbered(tensors, "state")
+    expected = model.config.accumulate * ranks.world
+    if len(carried) != expected:
+        raise FastWeightError(f"{run / LAST} carries the memory of {len(carried)} batches; expected {expected}: resume "
+                              "with as many processes as it was trained by")  # fmt: skip
     like = model.init_state(1)
-    return [unflatten(like, carried[i]) for i in sorted(carried)], json.loads(metadata["about"])
+    states = [unflatten(like, {n: x.to(ranks.device) for n, x in carried[i].items()}) for i in sorted(carried)]
+    return ranks.mine(states), json.loads(metadata["about"])
+
+
+def restore_optimizer(run: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Put back what the optimiser knew."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    slots = _numbered(read_tensors(run / LAST)[0], "optimizer")
+    state = {i: {n: spread_like(x, parameters[i]) for n, x in values.items()} for i, values in slots.items()}
+    optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))
+
+
+def _numbered(tensors: dict[str, torch.Tensor], kind: str) -> dict[int, dict[str, torch.Tensor]]:
+    """{"kind.3.a.b": x} as {3: {"a.b": x}}."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for name, x in tensors.items():
+        first, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        if first == kind:
+            found.setdefault(int(number), {})[rest] = x
+    return found

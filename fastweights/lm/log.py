@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -17,18 +18,27 @@ class Log:
     """Use as a context; `step` after every step, `point` where a line shall be kept."""
 
     def __init__(
-        self, run: Path, metrics: str, start: int, steps: int, bytes_per_token: float, console: Console | None
+        self,
+        run: Path,
+        metrics: str,
+        start: int,
+        steps: int,
+        bytes_per_token: float,
+        console: Console | None,
+        write: bool = True,
     ):
         self.path, self.bytes_per_token = run / metrics, bytes_per_token
         self.console = console or Console(quiet=True)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=console is None)
         self.task = self.progress.add_task("training", total=steps, completed=start)
-        _keep_until(self.path, start)
-        self.board = _board(run, start)
+        self.write = write  # one of several processes does
+        if write:
+            _keep_until(self.path, start)
+        self.board = _board(run, start) if write else None
 
     def __enter__(self) -> "Log":
-        self.file = open(self.path, "a")
+        self.file = open(self.path if self.write else os.devnull, "a")
         if self.console.is_terminal:
             self.progress.start()
         return self

@@ -86,11 +86,11 @@ class FastWeightMixer(nn.Module):
 
 
 class SoftmaxState(NamedTuple):
-    """The last tokens' keys and values (B, W, H, K), newest last, and how many are there (B,)."""
+    """The last tokens' keys and values (B, W, H, K), newest last, and how many are there, held (B,)."""
 
     k: Tensor
     v: Tensor
-    count: Tensor
+    held: Tensor
 
 
 class SoftmaxMixer(nn.Module):
@@ -109,7 +109,7 @@ class SoftmaxMixer(nn.Module):
         k, v = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
         at = torch.arange(W + T, device=x.device)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
-        count = state.count if pieces is None else pieces.kept(state.count)
+        count = state.held if pieces is None else pieces.kept(state.held)
         seen = (back >= 0) & (back <= W) & (at >= W - count[:, None, None])
         if pieces is not None:
             document = pieces.starts.long().cumsum(1)
@@ -174,11 +174,11 @@ class LSTMMixer(nn.Module):
         return y[real].view(x.shape), on_tensors(pieces.leave, LSTMState(h[0], c[0]))
 
     def init_state(self, batch: int) -> LSTMState:
-        like = self.lstm.weight_hh_l0
-        return LSTMState(like.new_zeros(batch, like.shape[1]), like.new_zeros(batch, like.shape[1]))
+        empty = next(self.lstm.parameters()).new_zeros(batch, self.lstm.hidden_size)
+        return LSTMState(empty, empty.clone())
 
 
-def mixer(name: str, dim: int, heads: int, window: int) -> nn.Module:
+def mixer(name: str, dim: int, heads: int, window: int) -> Any:
     if name == "lstm":
         return LSTMMixer(dim)
     if name in ("transformer", "softmax"):

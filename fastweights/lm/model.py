@@ -22,7 +22,7 @@ from fastweights.torch.fwl import FWLBlock
 
 EPS = 1e-6  # of the norms
 # The Fast Weight Layer: a number divides its losses, so only the past matters; decay bounds what a long text adds up to
-FAST: dict[str, Any] = dict(normalizer=256.0, step_size=0.1, decay=0.999)
+FAST: dict[str, Any] = dict(normalizer=256.0, step_size=0.5, decay=0.999)
 
 
 class State(NamedTuple):
@@ -82,6 +82,10 @@ class LanguageModel(nn.Module):
 
     `tokenizer` is set by `load`; with it `read` takes bytes.
     """
+
+    embedding: Any
+    blocks: Any
+    fast: Any
 
     def __init__(self, config: Config, vocab: int):
         super().__init__()

@@ -20,8 +20,10 @@ from fastweights.lm.data import Batches, Corpus, prepare
 from fastweights.lm.log import Log
 from fastweights.lm.mixers import Pieces, on_tensors
 from fastweights.lm.model import LanguageModel, State
+from fastweights.lm.parallel import Ranks
 
 VALID_TOKENS = 32_768
+START: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
 SLOW_SHARE = 0.5  # of the loss of a Fast Weight Layer that has learned nothing in the loss that is trained
 
 
@@ -49,21 +51,20 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     """
     run = Path(run)
     config = _claim(run, config, resume)
-    device = folder.pick_device(config.device)
+    ranks = Ranks.start(config.parallel, folder.pick_device(config.device))
+    if ranks.first:
+        prepare(config.data, config.tokenizer, cache)
+    ranks.wait()
     corpus = prepare(config.data, config.tokenizer, cache)
-    run.mkdir(parents=True, exist_ok=True)
-    corpus.tokenizer.save(run)
     torch.manual_seed(config.seed)
-    model = LanguageModel(config, corpus.tokenizer.size).to(device)
-    optimizer = make_optimizer(model, config)
-    if not resume:
+    model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
+    if ranks.first and not resume:
         folder.write_config(run, config, model.vocab, corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name,
                             parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
-    states: list[State] = []
-    at: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
-    if resume:
-        states, at = folder.restore(run, model, optimizer, device)
-    Trainer(config, run, corpus, model, optimizer, device).go(states, at, console)
+        corpus.tokenizer.save(run)
+    ranks.wait()
+    Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
+    ranks.wait()
     return run
 
 
@@ -96,80 +97,89 @@ def share_of_rate(config: Config, step: int, done: float) -> float:
 
 
 class Trainer:
-    def __init__(self, config: Config, run: Path, corpus: Corpus, model: LanguageModel, optimizer, device: str):
-        self.config, self.run, self.corpus, self.model = config, run, corpus, model
-        self.optimizer, self.device = optimizer, device
-        rows = config.batch * config.accumulate
-        self.batches = Batches(corpus.splits["train"], rows, config.length, config.seed, config.context == "carried")
-        self.objective: Any = Objective(model)
-        if config.compile:
-            for block in model.blocks:
-                block.compile(dynamic=True)
-        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
-        self.autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
+    """The loop and what it needs."""
 
-    def go(self, states: list[State], at: dict[str, Any], console: Console | None) -> None:
-        c = self.config
+    def __init__(self, config: Config, run: Path, corpus: Corpus, model: LanguageModel, ranks: Ranks):
+        self.config, self.run, self.corpus, self.model, self.ranks = config, run, corpus, model, ranks
+        rows = config.batch * config.accumulate * ranks.world
+        self.batches = Batches(corpus.splits["train"], rows, config.length, config.seed, config.context == "carried")
+        self.empty = model.init_state(config.batch)
+        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and ranks.device != "cpu")
+        self.autocast = torch.autocast(ranks.device.partition(":")[0], torch.bfloat16, enabled=bf16)
+
+    def go(self, resume: bool, console: Console | None) -> None:
+        c, ranks = self.config, self.ranks
+        states, at = folder.restore(self.run, self.model, ranks) if resume else ([], START)
+        if c.compile:
+            for block in self.model.blocks:
+                block.compile(dynamic=True)
+        self.objective = ranks.wrap(Objective(self.model))
+        self.optimizer = make_optimizer(self.model, c)
+        if resume:
+            folder.restore_optimizer(self.run, self.optimizer)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
-        log = Log(self.run, folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console)
-        tokens_per_step = c.batch * c.accumulate * c.length
-        done, busy, trained = 0.0, 0.0, 0  # seconds and steps of training alone
-        with log, interruptible() as stopped:
-            while step < c.steps and done < 1:
-                seconds = before + time.perf_counter() - began
-                done = max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
+        log = Log(self.run, folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
+        tokens_per_step = len(self.batches[0]) * c.length
+        done, busy, trained = self.done(step, before), 0.0, 0  # seconds and steps of training alone
+        with log, interruptible() as signals:
+            while done < 1:
                 started = time.perf_counter()
                 loss, states = self.step(step, share_of_rate(c, step, done), states)
                 busy, trained, step = busy + time.perf_counter() - started, trained + 1, step + 1
                 seconds = before + time.perf_counter() - began
-                done = max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
+                done, stopped = ranks.sum(self.done(step, seconds) if ranks.first else 0.0, len(signals))
                 speed = trained * tokens_per_step / busy
                 log.step(step, done, loss, speed)
-                values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=log.bits(loss))
-                over = step >= c.steps or done >= 1
                 if not math.isfinite(loss):
                     raise FastWeightError(f"the loss is {loss} at step {step}; expected a number: try a smaller --lr")
-                if step % c.eval_every == 0 or over or stopped:
+                values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=log.bits(loss))
+                pause = step % c.eval_every == 0 or done >= 1 or stopped
+                if pause:
                     valid = self.validate()
                     values |= dict(valid_loss=valid, valid_bits_per_byte=log.bits(valid), tokens_per_second=speed)
-                    if valid < best:
-                        best = valid
-                        folder.save_best(self.run, self.model, step)
                 log.point(**values)
-                if "valid_loss" in values:
+                if pause:
+                    if valid < best:
+                        folder.save_best(self.run, self.model, step, ranks)
+                    best = min(best, valid)
                     about = dict(step=step, seconds=seconds, best=best)
-                    folder.save_last(self.run, self.model, self.optimizer, states, about)
-                if stopped and not over:
+                    folder.save_last(self.run, self.model, self.optimizer, states, about, ranks)
+                if stopped and done < 1:
                     line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
                     log.console.print(line, highlight=False, markup=False, soft_wrap=True)
                     return
 
+    def done(self, step: int, seconds: float) -> float:
+        """The share of the run that is behind us, by steps or by time."""
+        c = self.config
+        return max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
+
     def step(self, step: int, rate: float, states: list[State]) -> tuple[float, list[State]]:
         """One step of the optimiser: the loss per token before it, and the states to carry on."""
-        c = self.config
-        torch.manual_seed(c.seed * 1_000_003 + step)  # dropout
+        c, ranks = self.config, self.ranks
+        torch.manual_seed((c.seed * 1_000_003 + step) * ranks.world + ranks.rank)  # dropout
         self.model.train()
         rows = self.batches[step]
         weight = float((rows[:, 1:] != self.model.vocab - 1).sum())
-        fresh = c.context == "packed" or self.batches.starts_epoch(step) or not states
-        if fresh:
-            states = [self.model.init_state(c.batch) for _ in range(c.accumulate)]
+        if c.context == "packed" or self.batches.starts_epoch(step) or not states:
+            states = [self.empty] * c.accumulate
         for group in self.optimizer.param_groups:
             group["lr"] = c.lr * rate
         self.optimizer.zero_grad(set_to_none=True)
-        total, after = 0.0, []
+        total, after = 0.0, list[State]()
         forget = np.random.default_rng([c.seed, step]).random(len(rows)) < c.forget
         for i, state in enumerate(states):
-            mine = slice(i * c.batch, (i + 1) * c.batch)
-            batch = to_batch(rows[mine], self.model.vocab - 1, self.device, forget[mine])
+            at = (i * ranks.world + ranks.rank) * c.batch
+            mine = slice(at, at + c.batch)
+            batch = to_batch(rows[mine], self.model.vocab - 1, ranks.device, forget[mine])
             with self.autocast:
                 trained, loss, state = self.objective(*batch[:3], state, batch[3])
-            (trained / weight).backward()
+            (trained * (ranks.world / weight)).backward()  # processes are averaged
             total, after = total + float(loss), [*after, state]
         if c.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         self.optimizer.step()
-        return total / weight, after
+        return ranks.sum(total)[0] / weight, after
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -179,13 +189,12 @@ class Trainer:
         rows = max(1, min(c.batch, (len(split.tokens) - 1) // length))
         batches = Batches(split, rows, length, 0, True)
         self.model.eval()
-        state, total, weight = self.model.init_state(rows), 0.0, 0.0
+        state, total, weight = on_tensors(lambda x: x[:rows], self.empty), 0.0, 0.0
         for i in range(min(batches.per_epoch, max(1, VALID_TOKENS // (rows * length)))):
-            tokens, labels, weights, pieces = to_batch(batches[i], self.model.vocab - 1, self.device)
+            batch = to_batch(batches[i], self.model.vocab - 1, self.ranks.device)
             with self.autocast:
-                scores = self.model.score(tokens, labels, state, weights=weights, pieces=pieces)
-            state = scores.state
-            total, weight = total + float((scores.loss * weights).sum()), weight + float(weights.sum())
+                _, loss, state = self.objective(*batch[:3], state, batch[3])
+            total, weight = total + float(loss), weight + float(batch[2].sum())
         return total / max(1.0, weight)
 
 

@@ -91,37 +91,35 @@ def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk
 def walk(counts, memory, S, u, W, kT, g_end):
     """Carry the memory over steps of `counts` rows: fill S with it before each step, turn u into u - W S."""
     S, u, kT = (x.split(counts) for x in (S, u, kT))
-    W = [None] * len(counts) if W is None else W.split(counts)
-    g = [None] * len(counts) if g_end is None else g_end.split(counts)
-    S[0].copy_(memory[: counts[0]])
+    W = None if W is None else W.split(counts)
+    g = None if g_end is None else g_end.split(counts)
     for i, n in enumerate(counts):
-        if W[i] is not None:
-            u[i].baddbmm_(W[i], S[i], alpha=-1)
-        straight = counts[i + 1 : i + 2] == [n]  # the next step has the same rows: write where it will read
-        after = S[i + 1] if straight else memory[:n]
-        torch.baddbmm(S[i] if g[i] is None else S[i] * g[i], kT[i], u[i], out=after)
-        if i + 1 < len(counts) and not straight:
-            S[i + 1].copy_(memory[: counts[i + 1]])
+        now = memory[:n]
+        S[i].copy_(now)
+        if W is not None:
+            u[i].baddbmm_(W[i], now, alpha=-1)
+        if g is not None:
+            now.mul_(g[i])
+        now.baddbmm_(kT[i], u[i])
 
 
-def walk_back(counts, dS, after, dout, du, dy, segment, X):
-    """Carry the memory's gradient dS back: fill `after` with it after each step, complete du, fill dy."""
-    after, dout, du, dy, kS = (x.split(counts) for x in (after, dout, du, dy, segment.kS))
+def walk_back(counts, dS, dout, u, S, du, dy, gk, kept, segment, X):
+    """Carry the memory's gradient dS back: complete du, fill dy, gk = u dS^T and kept = <dS, S> of each step."""
+    dout, u, S, du, dy, gk, kS = (x.split(counts) for x in (dout, u, S, du, dy, gk, segment.kS))
     qT, bgkT = segment.q.mT.split(counts), segment.bgk.mT.split(counts)
-    XT = [None] * len(counts) if X is None else X.mT.split(counts)
-    g = [None] * len(counts) if segment.g_end is None else segment.g_end.split(counts)
-    after[-1].copy_(dS[: counts[-1]])
+    XT = None if X is None else X.mT.split(counts)
+    g = None if segment.g_end is None else segment.g_end.split(counts)
     for i in reversed(range(len(counts))):
-        n = counts[i]
-        du[i].baddbmm_(kS[i], after[i])
-        straight = i > 0 and counts[i - 1] == n
-        before = after[i - 1] if straight else dS[:n]
-        torch.baddbmm(after[i] if g[i] is None else after[i] * g[i], qT[i], dout[i], out=before)
-        if XT[i] is not None:
+        now = dS[: counts[i]]
+        du[i].baddbmm_(kS[i], now)
+        torch.bmm(u[i], now.mT, out=gk[i])
+        if g is not None:
+            kept.append((now * S[i]).sum((-1, -2), keepdim=True))
+            now.mul_(g[i])
+        now.baddbmm_(qT[i], dout[i])
+        if XT is not None:
             torch.bmm(XT[i], du[i], out=dy[i])
-            before.baddbmm_(bgkT[i], dy[i], alpha=-1)
-        if i > 0 and not straight:
-            after[i - 1].copy_(dS[: counts[i - 1]])
+            now.baddbmm_(bgkT[i], dy[i], alpha=-1)
 
 
 def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta, before, chunk_size):
@@ -138,19 +136,18 @@ def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, *, delta
         X_, u_, S_ = (x[layout.span(a, b)] if len(x) else None for x in (X, u, S))
         dout = layout.take(do, a, b)
         du = torch.bmm(segment.within().mT, dout)
-        after = torch.empty_like(S_)  # gradient of the memory after each chunk
         dy = torch.empty_like(du) if delta else du  # gradient of the value to write, before the delta rule's solve
-        walk_back(layout.counts(a, b), dS, after, dout, du, dy, segment, X_)
+        gk = torch.empty_like(segment.k)  # of a key, as it writes
+        kept = []
+        walk_back(layout.counts(a, b), dS, dout, u_, S_, du, dy, gk, kept, segment, X_)
         dA = torch.bmm(dout, u_.mT).tril_(segment.offset)
         gq = torch.bmm(dout, S_.mT)  # of a query, as it reads
-        gk = torch.bmm(u_, after.mT)  # of a key, as it writes
         ends = None
         if segment.G is not None:
             dA.mul_(segment.G_read)
             gq.mul_(segment.g_read)
             gk.mul_(segment.to_end)
-            kept = (after * S_).sum((-1, -2), keepdim=True) * segment.g_end
-            ends = kept + (segment.k * gk).sum((-1, -2), keepdim=True)
+            ends = torch.cat(kept[::-1]) * segment.g_end + (segment.k * gk).sum((-1, -2), keepdim=True)
         gq.baddbmm_(dA, segment.k)
         gk.baddbmm_(dA.mT, segment.raw_q)
         gr = None  # of a key, as it reads what it will correct, with its sign turned

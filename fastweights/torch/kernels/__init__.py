@@ -25,8 +25,7 @@ def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before):
         k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    exact = torch.get_float32_matmul_precision() == "highest"
-    o, state, *_ = Kernel.apply(*inputs, cu_seqlens, delta, before, exact, save)
+    o, state, *_ = Kernel.apply(*inputs, cu_seqlens, delta, before, save)
     return o, state
 
 
@@ -41,12 +40,12 @@ def refusal(q: Tensor) -> str | None:
     return None
 
 
-def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save):
+def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
     """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each row, if saved."""
     q, k, v, beta, log_decay, state = contiguous(q, k, v, beta, log_decay, state)
     layout = chunks.Layout.of(q, cu_seqlens)
     triton.set_allocator(scratch)
-    precision = "tf32x3" if exact else "tf32"
+    precision = float32_products()
     beta, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
     X = inverse.inverse(k, beta, log_g, layout, precision) if delta else None
     o, state, u, S = forward.walk(q, k, v, beta, log_g, X, state, layout,
@@ -54,16 +53,21 @@ def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exac
     return o, state, X if save and delta else q.new_empty(0), u, S
 
 
-def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact):
+def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
     do, dfinal, q, k, v, beta, log_decay = contiguous(do, dfinal, q, k, v, beta, log_decay)
-    how = dict(delta=delta, before=before, precision="tf32x3" if exact else "tf32")
+    how = dict(delta=delta, before=before, precision=float32_products())
     layout = chunks.Layout.of(q, cu_seqlens)
     triton.set_allocator(scratch)
     beta_rows, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
     dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, u, S, D, do, dy, layout, **how)
     return *grads, dstate
+
+
+def float32_products() -> str:
+    """How products of float32 inputs are made, by torch's own setting: three passes of tf32, or one."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def scratch(size, alignment, stream):
@@ -84,12 +88,12 @@ def saved_shapes(q, v, cu_seqlens, delta):
 
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
-    cu_seqlens: Tensor | None, delta: bool, before: bool, exact: bool, save: bool,
+    cu_seqlens: Tensor | None, delta: bool, before: bool, save: bool,
 ) -> autograd.Saved:  # fmt: skip
-    return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save)
+    return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
 
 
-def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save):
+def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
     shapes = saved_shapes(q, v, cu_seqlens, delta) if save else ((0,),) * 3
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
@@ -101,16 +105,16 @@ def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exac
 def kernel_backward(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
     state: Tensor, cu_seqlens: Tensor | None, X: Tensor, u: Tensor, S: Tensor,
-    delta: bool, before: bool, exact: bool,
+    delta: bool, before: bool,
 ) -> autograd.Gradients:  # fmt: skip
     if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
-        X, u, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, True)[2:]
-    grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact)
+        X, u, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, True)[2:]
+    grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before)
     dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
 
-def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact):
+def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
     like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_decay))
     return *like, *rates, state.new_empty(state.shape)
@@ -133,8 +137,8 @@ class Kernel(autograd.Chunked):
     """`kernel_op` with its gradient."""
 
     @staticmethod
-    def forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save):
-        return kernel_op(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, exact, save)
+    def forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
+        return kernel_op(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
 
     @staticmethod
     def backward(ctx, do, dfinal, *unused):
@@ -143,7 +147,7 @@ class Kernel(autograd.Chunked):
         dfinal = torch.zeros_like(state) if dfinal is None else dfinal
         grads = KernelBackward.apply(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
         grads = [None if x is None else g for x, g in zip((q, k, v, beta, log_decay, state), grads, strict=True)]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -155,12 +159,16 @@ class KernelBackward(autograd.ChunkedBackward):
     """`backward_op`; its own gradient, for second derivatives, is that of `autograd.plain`."""
 
     @staticmethod
-    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact):
-        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, exact)
+    def backward(ctx, *second):
+        return autograd.ChunkedBackward.backward(ctx, *second)[:-1]  # one switch fewer: no chunk size
+
+    @staticmethod
+    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
+        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        autograd.ChunkedBackward.setup_context(ctx, (*inputs[:-1], chunks.C), output)
+        autograd.ChunkedBackward.setup_context(ctx, (*inputs, chunks.C), output)
 
     @staticmethod
     def vmap(info, in_dims, *args):

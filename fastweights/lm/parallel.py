@@ -1,0 +1,106 @@
+"""Training on several processes, started by torchrun: each takes its share of every batch.
+
+    torchrun --nproc-per-node 2 -m fastweights train runs/two --parallel ddp
+
+A step of N processes with batch B is the step of one process with batch N B, to rounding.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastweights.core import FastWeightError
+from fastweights.lm.memory import flatten, unflatten
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which process this is, of how many, and how they share the work: "none", "ddp" or "fsdp"."""
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+    parallel: str = "none"
+
+    @classmethod
+    def start(cls, parallel: str, device: str) -> "Ranks":
+        """Join the processes that torchrun started; one process when there is no torchrun."""
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world > 1 and parallel == "none":
+            raise FastWeightError(f"torchrun started {world} processes; expected --parallel ddp or fsdp with them")
+        if parallel == "none":
+            return cls(device=device)
+        if "RANK" not in os.environ:
+            raise FastWeightError(f"parallel is {parallel!r}; expected torchrun to start this: torchrun "
+                                  "--nproc-per-node 2 -m fastweights train ...")  # fmt: skip
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(minutes=30))
+        return cls(dist.get_rank(), world, device, parallel)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        if self.parallel != "none":
+            dist.barrier()
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Of each number, over all processes."""
+        if self.parallel == "none":
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def wrap(self, objective: Any) -> Any:
+        """The module whose gradients are the mean over processes."""
+        if self.parallel == "ddp":
+            return nn.parallel.DistributedDataParallel(objective)
+        if self.parallel == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(self.device.partition(":")[0], (self.world,))
+            for block in objective.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(objective, mesh=mesh)
+        return objective
+
+    def gather(self, states: list) -> list:
+        """All processes' states: the i-th of every process, then the next."""
+        if self.parallel == "none":
+            return states
+        found = []
+        for state in states:
+            leaves = {name: [torch.empty_like(x) for _ in range(self.world)] for name, x in flatten(state)}
+            for name, x in flatten(state):
+                dist.all_gather(leaves[name], x.contiguous())
+            found += [unflatten(state, {n: parts[r] for n, parts in leaves.items()}) for r in range(self.world)]
+        return found
+
+    def mine(self, states: list) -> list:
+        """This process's share of what `gather` gave."""
+        return states[self.rank :: self.world]
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor that may be spread over processes, in one piece; all processes must ask."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def spread_like(x: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, spread over processes as a parameter is."""
+    if not hasattr(parameter, "full_tensor") or x.shape != parameter.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
