@@ -1,10 +1,10 @@
 """Training: it learns, it goes on exactly where it stopped, and its files are whole or absent."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 
@@ -14,6 +14,8 @@ import torch
 from fastweights.core import FastWeightError
 from fastweights.lm import files, folder, training
 from fastweights.lm.config import Config
+from fastweights.lm.model import LanguageModel
+from fastweights.lm.parallel import Ranks
 from fastweights.lm.training import share_of_rate, train
 
 SMALL = dict(
@@ -166,31 +168,48 @@ def test_no_file_of_a_run_is_pickled(go, tmp_path):
     assert kinds == {".json", ".jsonl", ".safetensors"}
 
 
+def as_rank(rank, port, config, run, resume, cache):
+    os.environ |= dict(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
+    train(config, run, resume=resume, cache=cache)
+
+
+def two_processes(*arguments):
+    """What torchrun does, from processes that have imported torch already."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=as_rank, args=(rank, port, *arguments)) for rank in range(2)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join()
+    assert [p.exitcode for p in processes] == [0, 0]
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parallel):
-    """And they resume as exactly as one does."""
-    same = dict(layers="delta,softmax", head="fwl", steps=6, eval_every=3, dropout=0.0)
+    """And they resume as one does."""
+    same = dict(head="fwl", steps=6, eval_every=3, dropout=0.0)
     wanted = go("one", batch=4, **same)
-    flags = SMALL | same | dict(data=corpus, parallel=parallel, batch=2, device="cpu")
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    config = Config(data=corpus, parallel=parallel, device="cpu", **(SMALL | same))
     run = tmp_path / "two"
-
-    def torchrun(*arguments):
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fastweights", "train"]
-        env = os.environ | dict(OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(tmp_path / "cache"))
-        out = subprocess.run([sys.executable, *command, *arguments], env=env, capture_output=True, text=True, check=False)
-        assert out.returncode == 0, out.stderr[-3000:]
-        return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-    assert torchrun(str(run), *flags) == pytest.approx(wanted, rel=1e-4)
-    weights = files.read_tensors(run / folder.LAST)[0]
-    assert torch.isfinite(folder.load(run).score(*torch.zeros(2, 1, 5, dtype=torch.long)).loss).all()
+    two_processes(config, run, False, tmp_path / "cache")
+    losses = lambda: [json.loads(line)["loss"] for line in (run / folder.METRICS).read_text().splitlines()]  # noqa: E731
+    assert losses() == pytest.approx(wanted, rel=1e-4)
     about = json.loads((run / folder.CONFIG).read_text())
     about["config"]["steps"] = 8
     (run / folder.CONFIG).write_text(json.dumps(about))
-    assert torchrun(str(run), "--resume")[:6] == pytest.approx(wanted, rel=1e-4)
-    again = files.read_tensors(run / folder.LAST)[0]
-    assert again.keys() == weights.keys()
+    two_processes(config, run, True, tmp_path / "cache")
+    assert losses()[:6] == pytest.approx(wanted, rel=1e-4)
+    assert len(losses()) == 8
+    assert max(losses()[6:]) < wanted[0] - 0.5
+    assert torch.isfinite(folder.load(run).score(*torch.zeros(2, 1, 5, dtype=torch.long)).loss).all()
+    config, about = folder.read_config(run)
+    with pytest.raises(FastWeightError, match="carries the memory of 2 batches; expected 1: resume with as many"):
+        folder.restore(run, LanguageModel(config, about["vocab"]), Ranks())
 
 
 def test_processes_must_be_asked_for(go, monkeypatch):

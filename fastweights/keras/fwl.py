@@ -1,4 +1,4 @@
-"""Fast Weight Layers for Keras, on its TensorFlow, JAX and torch backends (the mathematics is in fastweights/fwl.py)."""
+"""Fast Weight Layers for Keras, on TensorFlow, JAX and torch (the mathematics is in fastweights/fwl.py)."""
 
 from dataclasses import asdict
 from typing import Any
@@ -101,8 +101,9 @@ class FWLBlock(keras.layers.Layer):
             first_order=first_order, eps=eps,
         )  # fmt: skip
         if unembed is not None and (unembed.input_dim, unembed.output_dim) != (vocab_size, size):
-            raise FastWeightError(f"unembed has shape ({unembed.input_dim}, {unembed.output_dim}); expected "
-                                  f"({vocab_size}, {size}): (vocab_size, size), as Embedding(vocab_size, size)")  # fmt: skip
+            got = unembed.input_dim, unembed.output_dim
+            raise FastWeightError(f"unembed has shape {got}; expected ({vocab_size}, {size}): (vocab_size, size), as "
+                                  "Embedding(vocab_size, size)")  # fmt: skip
         self.inputs, self.unembed, self.bias = inputs, unembed, bias
         self.supports_jit = keras.backend.backend() != "tensorflow"  # see fast_weight
         self.supports_masking = True  # weights say what is padding; a mask of x goes on to the loss
@@ -174,9 +175,9 @@ class FWLBlock(keras.layers.Layer):
         if not self.built:
             self.build(None)
         c, inputs, dtype = self.config, self.slow_weights["dense1"].shape[0], self.compute_dtype
-        zeros = lambda *shape, dtype=_wide(dtype): ops.zeros((batch, *shape), dtype)  # noqa: E731
+        zeros = lambda *shape: ops.zeros((batch, *shape), _wide(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
-                        zeros(1, 1, 2 * c.size), zeros(inputs, dtype=dtype), zeros())  # fmt: skip
+                        zeros(1, 1, 2 * c.size), ops.cast(zeros(inputs), dtype), zeros())  # fmt: skip
 
     def step(
         self, x: Tensor, previous_label: Tensor | None, state: FWLState, weight: Tensor | None = None

@@ -28,12 +28,13 @@ class Head(torch.autograd.Function):
         wide = torch.float64 if n.dtype == torch.float64 else torch.float32
         top = torch.full(labels.shape, -torch.inf, dtype=wide, device=n.device)
         total, mean = torch.zeros_like(top), torch.zeros(n.shape if want_r else 0, dtype=wide, device=n.device)
+        words = E.mT.contiguous()  # rows are words: blocks of them are aligned, whatever the vocabulary
         for a, b in _blocks(n, E):
-            p = torch.addmm(c[a:b], n, E[:, a:b])
+            p = torch.addmm(c[a:b], n, words[a:b].mT)
             p, shrink = _softmax_block(p, top, total)
             if want_r:
-                mean.mul_(shrink[:, None]).add_(p @ E[:, a:b].mT)
-        mine = E.index_select(1, labels).mT
+                mean.mul_(shrink[:, None]).add_(p @ words[a:b])
+        mine = words.index_select(0, labels)
         at_label = (n.to(wide) * mine.to(wide)).sum(1) + c.index_select(0, labels).to(wide)
         log_sum = top + total.log()
         r = (mean / total[:, None] - mine).to(n.dtype) if want_r else n.new_empty(0)
@@ -53,18 +54,21 @@ class Head(torch.autograd.Function):
         wide = log_sum.dtype
         of_loss = torch.zeros_like(log_sum) if of_loss is None else of_loss.to(wide).contiguous()
         offset = of_loss
+        words = E.mT.contiguous()
         if of_r is not None:
-            mean = r + E.index_select(1, labels).mT
+            mean = r + words.index_select(0, labels)
             offset = offset - (mean.to(wide) * of_r.to(wide)).sum(1)
-        dn, dE, dc = torch.zeros(n.shape, dtype=wide, device=n.device), torch.empty_like(E), torch.empty_like(c)
+        dn, dwords, dc = torch.zeros(n.shape, dtype=wide, device=n.device), torch.empty_like(words), torch.empty_like(c)
         for a, b in _blocks(n, E):
-            dz = torch.addmm(c[a:b], n, E[:, a:b])
-            residual = None if of_r is None else of_r @ E[:, a:b]
+            dz = torch.addmm(c[a:b], n, words[a:b].mT)
+            residual = None if of_r is None else of_r @ words[a:b].mT
             dz, residual = _gradient_block(dz, residual, log_sum, offset, of_loss, labels, a)
-            dn += dz @ E[:, a:b].mT
+            dn += dz @ words[a:b]
             dc[a:b] = dz.sum(0)
-            dE[:, a:b] = n.mT @ dz if residual is None else torch.addmm(n.mT @ dz, of_r.mT, residual)
-        return dn.to(n.dtype), dE, dc, None, None
+            torch.mm(dz.mT, n, out=dwords[a:b])
+            if residual is not None:
+                dwords[a:b].addmm_(residual.mT, of_r)
+        return dn.to(n.dtype), dwords.mT, dc, None, None
 
 
 def _softmax_block(z, top, total):

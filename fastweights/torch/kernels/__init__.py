@@ -4,13 +4,15 @@ docs/maths.md derives what they compute. Block sizes are fixed by shape and dtyp
 never measures. The operators are registered, so that autograd, torch.compile, vmap and checkpointing know them.
 """
 
+import inspect
+
 import torch
 import triton
 from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.torch import autograd
-from fastweights.torch.kernels import backward, chunks, forward, inverse
+from fastweights.torch.kernels import backward, chunks, forward, inverse, segments
 from fastweights.torch.layout import bound
 
 INTERPRETED = type(forward._forward).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
@@ -42,27 +44,35 @@ def refusal(q: Tensor) -> str | None:
 
 def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
     """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each row, if saved."""
-    q, k, v, beta, log_decay, state = contiguous(q, k, v, beta, log_decay, state)
+    shape, n = v.shape, segments.count(q, cu_seqlens, delta)
+    q, k, v, beta, log_decay = segments.cut(n, *contiguous(q, k, v, beta, log_decay))
+    state, how = state.contiguous(), dict(delta=delta, before=before, precision=float32_products())
     layout = chunks.Layout.of(q, cu_seqlens)
     triton.set_allocator(scratch)
-    precision = float32_products()
     beta, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
-    X = inverse.inverse(k, beta, log_g, layout, precision) if delta else None
-    o, state, u, S = forward.walk(q, k, v, beta, log_g, X, state, layout,
-                                  delta=delta, before=before, precision=precision, save=save)  # fmt: skip
-    return o, state, X if save and delta else q.new_empty(0), u, S
+    X = inverse.inverse(k, beta, log_g, layout, how["precision"]) if delta else None
+    if n > 1:
+        state = segments.before_each(q, k, v, beta, log_g, X, state, layout, **how)
+    o, state, u, S = forward.walk(q, k, v, beta, log_g, X, state, layout, **how, save=save)
+    u = u.view(shape) if u.numel() else u
+    return o.view(shape), state[n - 1 :: n].contiguous(), X if save and delta else q.new_empty(0), u, S
 
 
 def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
-    do, dfinal, q, k, v, beta, log_decay = contiguous(do, dfinal, q, k, v, beta, log_decay)
-    how = dict(delta=delta, before=before, precision=float32_products())
+    shapes, n = [None if x is None else x.shape for x in (q, k, v, beta, log_decay)], segments.count(q, cu_seqlens, delta)
+    do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
+    dfinal, how = dfinal.contiguous(), dict(delta=delta, before=before, precision=float32_products())
     layout = chunks.Layout.of(q, cu_seqlens)
     triton.set_allocator(scratch)
+    X = X if delta else None
     beta_rows, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
+    if n > 1:
+        dfinal = segments.after_each(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, u, S, D, do, dy, layout, **how)
-    return *grads, dstate
+    grads = [None if g is None else g.view(shape) for g, shape in zip(grads, shapes, strict=True)]
+    return *grads, dstate[::n].contiguous()
 
 
 def float32_products() -> str:
@@ -145,7 +155,8 @@ class Kernel(autograd.Chunked):
         q, k, v, beta, log_decay, state, *rest = ctx.saved_tensors
         do = torch.zeros_like(v) if do is None else do
         dfinal = torch.zeros_like(state) if dfinal is None else dfinal
-        grads = KernelBackward.apply(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
+        run = KernelBackward.apply if torch.is_grad_enabled() else backward_op  # second derivatives, or none
+        grads = run(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
         grads = [None if x is None else g for x, g in zip((q, k, v, beta, log_decay, state), grads, strict=True)]
         return *grads, None, None, None, None
 
@@ -173,3 +184,7 @@ class KernelBackward(autograd.ChunkedBackward):
     @staticmethod
     def vmap(info, in_dims, *args):
         return autograd._fold(KernelBackward.apply, 8, info.batch_size, in_dims, args)
+
+
+for function in (Kernel, KernelBackward):  # `apply` asks for the signature every time, and 60 us to find it
+    function.forward.__signature__ = inspect.signature(function.forward)

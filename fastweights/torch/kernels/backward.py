@@ -6,7 +6,6 @@ import triton.language as tl
 
 from fastweights.torch.kernels.chunks import (
     C,
-    copied_by_engine,
     describe,
     find_row,
     find_sequence,
@@ -104,16 +103,16 @@ def _local(q, k, v, beta, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, of_
     S, D = describe(S, tokens // C * H * K, V, BK, BV, TMA), describe(D, tokens // C * H * K, V, BK, BV, TMA)
     if BETA:
         b = tl.load(beta + at * C + i)
-    for first in range(0, V, BV):
-        do_i = load_tile(do, token, head, first, left, H, V, C, BV, TMA)  # [C, BV]
-        dy_i = load_tile(dy, token, head, first, left, H, V, C, BV, TMA)
+    for column in tl.static_range(0, V, BV):
+        do_i = load_tile(do, token, head, column, left, H, V, C, BV, TMA)  # [C, BV]
+        dy_i = load_tile(dy, token, head, column, left, H, V, C, BV, TMA)
         if DELTA:
-            u_i = load_tile(u, token, head, first, left, H, V, C, BV, TMA)
+            u_i = load_tile(u, token, head, column, left, H, V, C, BV, TMA)
             R = product(dy_i, tl.trans(u_i), R, PRECISION)
             if BETA:
-                gb += tl.sum(dy_i.to(tl.float32) * load_tile(v, token, head, first, left, H, V, C, BV, TMA), 1)
+                gb += tl.sum(dy_i.to(tl.float32) * load_tile(v, token, head, column, left, H, V, C, BV, TMA), 1)
         else:
-            u_i = load_tile(v, token, head, first, left, H, V, C, BV, TMA)
+            u_i = load_tile(v, token, head, column, left, H, V, C, BV, TMA)
             if BETA:
                 gb += tl.sum(dy_i.to(tl.float32) * u_i, 1)
                 u_i = (u_i * b[:, None]).to(dtype)
@@ -138,16 +137,16 @@ def _local(q, k, v, beta, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, of_
         for first in range(0, V, BV):
             S_i = load_block(S, at, first_d, first, K, V, BK, BV, TMA)  # [BK, BV]
             D_i = load_block(D, at, first_d, first, K, V, BK, BV, TMA)
-            do_i = load_tile(do, token, head, first, left, H, V, C, BV, TMA)
+            if V > BV:  # else what was loaded above still holds
+                do_i = load_tile(do, token, head, first, left, H, V, C, BV, TMA)
+                u_i = load_tile(u if DELTA else v, token, head, first, left, H, V, C, BV, TMA)
+                if DELTA:
+                    dy_i = load_tile(dy, token, head, first, left, H, V, C, BV, TMA)
+                elif BETA:
+                    u_i = (u_i * b[:, None]).to(dtype)
             gq = product(do_i, tl.trans(S_i), gq, PRECISION)
             if DELTA:
-                dy_i = load_tile(dy, token, head, first, left, H, V, C, BV, TMA)
                 gr = product(dy_i, tl.trans(S_i), gr, PRECISION)
-                u_i = load_tile(u, token, head, first, left, H, V, C, BV, TMA)
-            else:
-                u_i = load_tile(v, token, head, first, left, H, V, C, BV, TMA)
-                if BETA:
-                    u_i = (u_i * b[:, None]).to(dtype)
             gk = product(u_i, tl.trans(D_i), gk, PRECISION)
             if DECAY:
                 ends += tl.sum(D_i.to(tl.float32) * S_i) * tl.exp(log_end)
@@ -200,11 +199,11 @@ def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precisio
     D = torch.empty((layout.room, H, K, V) if out else 0, dtype=do.dtype, device=do.device)
     dstate = torch.empty_like(dfinal)
     if dfinal.numel():
-        BK, BV, warps, stages = blocks(K, V, layout.sequences * H, q.dtype)
+        TMA, BK, BV, warps, stages = blocks(layout, k, V)
         _reverse[triton.cdiv(V, BV), layout.sequences * H](
             q, k, beta, log_g, X, do, dfinal, dy, D, dstate, **layout.arguments, H=H, K=K, V=V, C=C, BK=BK, BV=BV,
             DELTA=delta, BEFORE=before, BETA=beta is not None, DECAY=log_g is not None, OUT=out,
-            PRECISION=precision, STAGES=stages, TMA=copied_by_engine(layout, q, BK, V, BV), num_warps=warps)  # fmt: skip
+            PRECISION=precision, STAGES=stages, TMA=TMA, num_warps=warps)  # fmt: skip
     return dy, D, dstate
 
 

@@ -27,7 +27,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
-             STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+             VALUES: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
@@ -38,7 +38,9 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
     in_S = (d < K)[:, None] & (e < V)[None, :]
     first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
     S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)  # [BK, BV]
-    k, v = describe(k, tokens, H * K, C, BK, TMA), describe(v, tokens, H * V, C, BV, TMA)
+    k = describe(k, tokens, H * K, C, BK, TMA)
+    if VALUES:
+        v = describe(v, tokens, H * V, C, BV, TMA)
     if OUT:
         q, o = describe(q, tokens, H * K, C, BK, TMA), describe(o, tokens, H * V, C, BV, TMA)
     if SAVE:
@@ -50,7 +52,8 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
         k_i = load_tile(k, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
-        u = load_tile(v, token, head, column, left, H, V, C, BV, TMA)  # [C, BV]
+        if VALUES:
+            u = load_tile(v, token, head, column, left, H, V, C, BV, TMA)  # [C, BV]
         S_low = S.to(dtype)
         if SAVE:
             store_block(S_saved, S_low, at, 0, column, K, V, BK, BV, TMA)
@@ -62,7 +65,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
             kS = product(k_i, S_low, None, PRECISION)
             if DECAY:
                 kS *= tl.exp(log_g_i)[:, None]
-            y = u - kS
+            y = u - kS if VALUES else -kS
             if BETA:
                 y *= tl.load(beta + at * C + i)[:, None]
             u = product(X_i, y.to(dtype), None, PRECISION).to(dtype)
@@ -89,30 +92,35 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, u_saved, S_saved, of_sequence, 
 
 
 def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, out=True, save=False):
-    """(o, state after the last token, u, S before each row): what is not asked for is empty."""
-    H, K, V = q.shape[2], q.shape[3], v.shape[3]
-    o = torch.empty(v.shape if out else 0, dtype=v.dtype, device=v.device)
-    u = torch.empty(v.shape if save and delta else 0, dtype=v.dtype, device=v.device)
-    S = torch.empty((layout.room, H, K, V) if save else 0, dtype=v.dtype, device=v.device)
+    """(o, state after the last token, u, S before each row): what is not asked for is empty. No v: no values."""
+    H, K, V = k.shape[2], k.shape[3], state.shape[-1]
+    shape, like = (*k.shape[:3], V), dict(dtype=k.dtype, device=k.device)
+    o = torch.empty(shape if out else 0, **like)
+    u = torch.empty(shape if save and delta else 0, **like)
+    S = torch.empty((layout.room, H, K, V) if save else 0, **like)
     after = torch.empty_like(state)
     if state.numel():
-        BK, BV, warps, stages = blocks(K, V, layout.sequences * H, v.dtype)
+        TMA, BK, BV, warps, stages = blocks(layout, k, V)
         _forward[triton.cdiv(V, BV), layout.sequences * H](
             q, k, v, beta, log_g, X, state, o, after, u, S, **layout.arguments, H=H, K=K, V=V, C=C, BK=BK, BV=BV,
             DELTA=delta, BEFORE=before, BETA=beta is not None, DECAY=log_g is not None, OUT=out, SAVE=save,
-            PRECISION=precision, STAGES=stages, TMA=copied_by_engine(layout, q, BK, V, BV), num_warps=warps)  # fmt: skip
+            PRECISION=precision, VALUES=v is not None, STAGES=stages, TMA=TMA, num_warps=warps)  # fmt: skip
     return o, after, u, S
 
 
-def blocks(K, V, programs, dtype):
-    """(BK, BV, warps, stages) of both walks, given how many heads of sequences there are to walk.
+def blocks(layout, k, V):
+    """(TMA, BK, BV, warps, stages) of both walks, measured on an H200.
 
-    All 128 columns together when there are heads enough to fill the device; never fewer than 64, since narrower
-    right-hand sides read out of bounds on Hopper.
+    BV is never below 64: narrower right-hand sides read out of bounds on Hopper. With heads enough to fill the device
+    a program takes 128 columns, and reads q and k once for them.
     """
+    H, K = k.shape[2:]
     BK = max(64, triton.next_power_of_2(K))
-    if dtype == torch.float32:
-        return BK, 64, 8 if BK > 64 else 4, 1
-    if BK == 128 and V > 64 and programs >= 96:
-        return BK, 128, 8, 2
-    return (BK, 64, 8, 1) if BK > 128 else (BK, 64, 4, 2)
+    if k.dtype == torch.float32:
+        return False, BK, 64, 8 if BK > 64 else 4, 1
+    if BK > 128:
+        return False, BK, 64, 8, 1
+    TMA = copied_by_engine(layout, k, BK, V, 64)
+    if TMA and BK == 128 and V % 128 == 0 and layout.sequences * H >= 96:
+        return True, BK, 128, 4, 2
+    return TMA, BK, 64, 4, 3 if TMA else 2

@@ -13,8 +13,8 @@ from fastweights.torch.kernels.chunks import C, find_row, load_tile, product
 
 
 @triton.jit
-def _invert(L, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^{-1} for L [C, C] strictly lower triangular, float32."""
+def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^{-1} for L [C, C] strictly lower triangular, float32; blocks of 16 merge in products of dtype."""
     n: tl.constexpr = C // 16
     block = tl.arange(0, n)
     same = block[:, None, None, None] == block[None, None, :, None]
@@ -27,9 +27,10 @@ def _invert(L, C: tl.constexpr, PRECISION: tl.constexpr):
         X -= tl.dot(tl.dot(X, N, input_precision=PRECISION), X, input_precision=PRECISION)
     D = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [C, C])
     N = tl.reshape(tl.where(same, 0.0, tl.reshape(L, [n, 16, n, 16])), [C, C])
-    M = tl.dot(D, N, input_precision=PRECISION)
-    P = D + tl.dot(tl.dot(M, M, input_precision=PRECISION), D, input_precision=PRECISION)
-    return P - tl.dot(M, P, input_precision=PRECISION)
+    D_low = D.to(dtype)
+    M = tl.dot(D_low, N.to(dtype), input_precision=PRECISION).to(dtype)
+    P = tl.dot(tl.dot(M, M, input_precision=PRECISION).to(dtype), D_low, D, input_precision=PRECISION)
+    return P - tl.dot(M, P.to(dtype), input_precision=PRECISION)
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
         L *= tl.exp(tl.where(below, g[:, None] - g[None, :], 0.0))
     if BETA:
         L *= tl.load(beta + at * C + i)[:, None]
-    X_i = _invert(tl.where(below, L, 0.0), C, SOLVE)
+    X_i = _invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
     tl.store(X + at * C * C + i[:, None] * C + i[None, :], X_i.to(X.dtype.element_ty))
 
 
@@ -63,5 +64,6 @@ def inverse(k, beta, log_g, layout, precision):
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
         _inverse[(layout.rows * H,)](
             k, beta, log_g, X, **layout.arguments, H=H, K=K, C=C, BK=BK, BETA=beta is not None,
-            DECAY=log_g is not None, PRECISION=precision, SOLVE=solve, num_warps=4, num_stages=1)  # fmt: skip
+            DECAY=log_g is not None, PRECISION=precision, SOLVE=solve, num_warps=4, num_stages=1,
+            maxnreg=128 if k.dtype != torch.float32 else None)  # fmt: skip
     return X
