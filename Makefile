@@ -1,13 +1,14 @@
 # make test    everything CI checks, in a virtual environment of its own
 # make check   style, types and the direction of imports
 # make bench   our speed on this machine against installed peers
+# make demo    train, evaluate and generate on this machine, in minutes
 # make clean   remove the environment and caches
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test check bench format clean
+.PHONY: test check bench format clean demo
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -33,3 +34,14 @@ format: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[lm]"
+	touch $@
+
+demo: $(VENV)/.demo
+	rm -rf runs/demo
+	$(BIN)/fastweights train runs/demo --steps 800 --minutes 4
+	$(BIN)/fastweights eval runs/demo --limit 65536
+	$(BIN)/fastweights generate runs/demo --prompt "class Queue:" --tokens 400

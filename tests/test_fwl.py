@@ -1,5 +1,8 @@
 """Fast Weight Layers in PyTorch against the brute-force oracle: a slow forward with explicitly updated parameters."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -241,8 +244,8 @@ def test_padding_changes_nothing():
     block = make(normalizer="sequence")
     x, labels, weights = problem(1, 6)
     want = block(x, labels, weights)
-    padded = [torch.cat([a, b], 1) for a, b in
-              ((x, torch.randn(1, 3, D)), (labels, torch.zeros(1, 3, dtype=torch.long)), (weights, torch.zeros(1, 3)))]  # fmt: skip
+    more = torch.randn(1, 3, D), torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3)
+    padded = [torch.cat([a, b], 1) for a, b in zip((x, labels, weights), more, strict=True)]
     assert_close(block(*padded)[:, :6].detach().numpy(), want.detach().numpy())
 
 
@@ -383,3 +386,29 @@ def test_documents_with_their_own_vocabulary_are_learned_while_reading():
     assert static > 3.0  # a little under log 32 = 3.47
     assert dynamic < static - 1.5, (float(static), dynamic)
     assert fast < static - 2.0, (float(static), float(fast))
+
+
+def test_kernels_of_the_head_match_its_plain_form():
+    """Under Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from fastweights.torch import head
+torch.manual_seed(0)
+n, E, c = (torch.randn(s, requires_grad=True) for s in ((13, 8), (8, 3001), (3001,)))
+y = torch.randint(3001, (13,))
+head.BLOCK = 13 * 1500  # three blocks, the last one of a single word
+def run():
+    loss, r = head.head(n, E, c, y)
+    both = torch.autograd.grad((loss * torch.arange(13)).sum() + r.sin().sum(), (n, E, c))
+    return loss, r, *both, *torch.autograd.grad(head.loss(n, E, c, y).sum(), (n, E, c))
+plain = run()
+used = []
+head._on_gpu = lambda z: used.append(1) or True
+for a, b in zip(run(), plain, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+assert len(used) == 12
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr

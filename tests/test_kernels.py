@@ -6,6 +6,7 @@ The interpreter must be chosen before Triton is imported, so without a device on
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -100,7 +101,10 @@ def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_outputs_and_gradients(rng, rule, read, decay):
-    check(problem(rng, B=1, T=70, H=2, K=16, V=16, decay=decay), rule=rule, read=read)
+    args = problem(rng, B=1, T=70, H=2, K=16, V=16, decay=decay)
+    if decay:
+        args["log_decay"] /= 8  # memories that live for some tokens
+    check(args, rule=rule, read=read)
 
 
 @runs
@@ -143,7 +147,7 @@ def test_keys_that_repeat(rng, dtype):
     want = everything(*fast_weight(**exact, method="recurrent"), exact, do, dS)
     for n in want:
         error = np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])
-        assert error < 4 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
+        assert error < 8 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
 
 
 @runs
@@ -154,7 +158,7 @@ def test_packed_equals_each_by_itself(rng, rule):
     do, dS = torch.randn_like(args["v"]), torch.randn_like(args["state"])
     o, S = fast_weight(**args, rule=rule, cu_seqlens=torch.tensor(cuts, device=DEVICE), method="kernel")
     grads = torch.autograd.grad([o, S], list(args.values()), [do, dS])
-    for n, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for n, (a, b) in enumerate(pairwise(cuts)):
         where = {m: slice(n, n + 1) if m == "state" else (slice(None), slice(a, b)) for m in args}
         part = {m: x.detach()[where[m]].clone().requires_grad_() for m, x in args.items()}
         o_n, S_n = fast_weight(**part, rule=rule, method="chunked")
@@ -162,6 +166,17 @@ def test_packed_equals_each_by_itself(rng, rule):
         wanted = torch.autograd.grad([o_n, S_n], list(part.values()), [do[:, a:b], dS[n : n + 1]])
         for m, g, want in zip(args, grads, wanted, strict=True):
             torch.testing.assert_close(g[where[m]], want, rtol=1e-3, atol=1e-3, msg=m)
+
+
+@runs
+@pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_segments_in_parallel(rng, monkeypatch, rule, decay):
+    monkeypatch.setattr(kernels.segments, "count", lambda *inputs: 2)
+    args = problem(rng, B=2, T=128, H=1, K=16, V=16, decay=decay)
+    if decay:
+        args["log_decay"] /= 8
+    check(args, HALF[0], rule=rule)
 
 
 @runs
@@ -186,9 +201,11 @@ def test_transforms(rng):
     torch.testing.assert_close(per_sample("kernel"), per_sample("chunked"), rtol=1e-3, atol=1e-3)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), call(*inputs))
-    (twice,) = torch.autograd.grad(torch.autograd.grad(call(*inputs)[0].sin().sum(), inputs[1], create_graph=True)[0].sum(), inputs[1])  # fmt: skip
-    (want,) = torch.autograd.grad(torch.autograd.grad(call(*inputs, method="chunked")[0].sin().sum(), inputs[1], create_graph=True)[0].sum(), inputs[1])  # fmt: skip
-    torch.testing.assert_close(twice, want, rtol=1e-2, atol=1e-2)
+    second = {}
+    for method in ("kernel", "chunked"):
+        (once,) = torch.autograd.grad(call(*inputs, method=method)[0].sin().sum(), inputs[1], create_graph=True)
+        (second[method],) = torch.autograd.grad(once.sum(), inputs[1])
+    torch.testing.assert_close(second["kernel"], second["chunked"], rtol=1e-2, atol=1e-2)
 
 
 @runs
@@ -207,8 +224,8 @@ def test_what_the_kernels_refuse():
     narrow, wide = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 300)
     with pytest.raises(FastWeightError, match=r'method="kernel" computes in float32 or less; q is torch\.float64'):
         fast_weight(*[narrow.double()] * 3, method="kernel")
-    with pytest.raises(FastWeightError, match="keys of at most 256 features; q has 300"):
-        fast_weight(wide, wide, narrow, method="kernel")
+    with pytest.raises(FastWeightError, match=r"keys of at most 256 features in torch\.bfloat16; q has 300"):
+        fast_weight(*[wide.bfloat16()] * 2, narrow.bfloat16(), method="kernel")
     if not kernels.INTERPRETED:
         with pytest.raises(FastWeightError, match='method="kernel" needs a CUDA device; q is on cpu'):
             fast_weight(narrow, narrow, narrow, method="kernel")

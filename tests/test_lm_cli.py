@@ -127,3 +127,14 @@ def test_mistakes_are_one_line(run, trained, place, arguments, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+def test_the_same_from_python(trained):
+    from fastweights.lm import Memory, generate, load
+
+    model = load(trained)
+    memory = model.read("The quick ")
+    memory.save("quick.memory")
+    texts = [model.tokenizer.decode(generate(model, m, 10)) for m in (memory, Memory.load("quick.memory", model))]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) <= 10

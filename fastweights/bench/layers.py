@@ -87,8 +87,15 @@ def parts(layer: FastWeightAttention, x: Tensor) -> dict[str, Callable[[], objec
 
 
 def run(
-    names: Sequence[str], *, batch: int, tokens: int, dim: int, heads: int, repeats: int, advance: Callable[[str, float], None]
-) -> list[Result]:  # fmt: skip
+    names: Sequence[str],
+    *,
+    batch: int,
+    tokens: int,
+    dim: int,
+    heads: int,
+    repeats: int,
+    advance: Callable[[str, float], None],
+) -> list[Result]:
     """Check each layer, then time it in turns with its parts."""
     results = []
     for name in names:

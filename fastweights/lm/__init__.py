@@ -10,9 +10,17 @@ memory.save("area.memory")
 import importlib
 from typing import Any
 
-_HOME = {"Config": "config", "LanguageModel": "model", "Memory": "memory", "load": "folder", "train": "training"}
+_HOME = {
+    "Config": "config",
+    "LanguageModel": "model",
+    "Memory": "memory",
+    "Sampling": "generation",
+    "generate": "generation",
+    "load": "folder",
+    "train": "training",
+}
 
-__all__ = ["Config", "LanguageModel", "Memory", "load", "train"]
+__all__ = ["Config", "LanguageModel", "Memory", "Sampling", "generate", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:

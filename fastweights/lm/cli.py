@@ -1,5 +1,6 @@
 """The commands train, eval, generate and read of the program: their flags and help. Light to import."""
 
+import os
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -14,6 +15,8 @@ from fastweights.lm.config import DYNAMIC_LR, Config, flags
 def _commands(name: str) -> Any:
     if not find_spec("torch"):
         raise FastWeightError(f"{name} needs PyTorch, which is not installed; pip install 'fastweights[lm]'")
+    # threads that wait by spinning slow each other down 16-fold on a busy machine; read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from fastweights.lm import commands
 
     return commands

@@ -62,6 +62,8 @@ def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory 
     check_mode(model, mode)
     model.eval()
     started, losses, held = time.perf_counter(), [], 0
+    if memory is not None:
+        memory = model._take(memory)  # while the weights are those it belongs to
     adapted: Any = adapting(model, dynamic or Dynamic()) if mode == "dynamic" else nullcontext()
     with adapted as run:
         for text in texts:
@@ -72,15 +74,16 @@ def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory 
                 loss = run(rows, _before(model, memory))
             else:
                 loss, state = _carried(model, rows, _before(model, memory), mode == "fast")
-                held = size(state)
+                held = size(state if mode == "fast" else state.blocks)
             losses.append(loss.double().cpu().numpy())
             advance(len(text.data))
-    held = held or (0 if mode == "static" else size(model.init_state(1)))
+    if mode == "dynamic":  # the state and a copy of all weights
+        held = size(model.init_state(1).blocks) + size(list(model.parameters()))
     return Score(mode, losses, time.perf_counter() - started, held)
 
 
 def _before(model, memory):
-    return model.init_state(1) if memory is None else model._take(memory).fork().state
+    return model.init_state(1) if memory is None else memory.fork().state
 
 
 def _row(model, text, memory):

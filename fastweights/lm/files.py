@@ -26,6 +26,9 @@ def _replace(path: Path, write) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
+        mask = os.umask(0)  # the only way to learn it
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # safetensors makes files that others may not read
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

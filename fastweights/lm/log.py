@@ -46,7 +46,8 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        if self.console.is_terminal:
+            self.progress.stop()
         self.file.close()
         if self.board is not None:
             self.board.close()

@@ -19,7 +19,7 @@ class Memory:
 
         >>> memory = model.read(b"...")
         >>> memory.save("text.memory")
-        >>> model.generate(Memory.load("text.memory", model), tokens=100)
+        >>> tokens = list(generate(model, Memory.load("text.memory", model), 100))
 
     count: tokens read.  fingerprint: of the model it belongs to.
     """

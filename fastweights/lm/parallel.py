@@ -6,6 +6,7 @@ A step of N processes with batch B is the step of one process with batch N B, to
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -69,6 +70,8 @@ class Ranks:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
+            # a block's state may be a view; nothing here changes one in place
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             mesh = init_device_mesh(self.device.partition(":")[0], (self.world,))
             for block in objective.model.blocks:
                 fully_shard(block, mesh=mesh)

@@ -11,8 +11,8 @@ from fastweights.lm.evaluation import EDGES, Score, Text, curve
 LABELS = {
     "static": "static windows",
     "memory": "carried memory",
-    "fast": "memory + Fast Weight Layer",
-    "dynamic": "memory + dynamic evaluation",
+    "fast": "+ Fast Weight Layer",
+    "dynamic": "+ dynamic evaluation",
 }
 COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "fast": "#2a9d4e", "dynamic": "#d1495b"}
 
@@ -25,20 +25,28 @@ def show(found: dict[str, Any], console: Console) -> None:
     table.add_column("")
     for name in ("bits/byte", "perplexity", "tokens/s", "carried"):
         table.add_column(name, justify="right")
-    spans = [i for i in range(len(EDGES)) if any(m["by_position"][i] is not None for m in found["modes"])]
-    for i in spans:
-        table.add_column(_span(i), justify="right", style="dim")
     best = min(m["bits_per_byte"] for m in found["modes"])
     for m in found["modes"]:
-        places = [_number(m["by_position"][i]) for i in spans]
         table.add_row(
             LABELS[m["mode"]], f"{m['bits_per_byte']:.3f}", f"{m['perplexity']:.2f}", f"{m['tokens_per_second']:,.0f}",
-            _size(m["state_bytes"]), *places, style="bold" if m["bits_per_byte"] == best else None,
+            _size(m["state_bytes"]), style="bold" if m["bits_per_byte"] == best else None,
         )  # fmt: skip
     for name, bits in found["compressors"].items():
         table.add_row(name, f"{bits:.3f}")
     console.print(table)
-    console.print("Columns on the right: bits per byte by position in the document.", style="dim")
+    console.print(positions(found))
+
+
+def positions(found: dict[str, Any]) -> Table:
+    """Bits per byte by position in the document."""
+    spans = [i for i in range(len(EDGES)) if any(m["by_position"][i] is not None for m in found["modes"])]
+    table = Table(title="bits/byte by position", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for i in spans:
+        table.add_column(_span(i), justify="right")
+    for m in found["modes"]:
+        table.add_row(LABELS[m["mode"]], *[_number(m["by_position"][i]) for i in spans])
+    return table
 
 
 def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bool:
@@ -55,6 +63,7 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bo
         x, y = curve(score, texts, lengths)
         axes.plot(x, y, label=LABELS[score.mode], color=COLOURS[score.mode], linewidth=2)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
     axes.set_xlabel("position in the document (bytes)")
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.25)

@@ -112,7 +112,7 @@ class Trainer:
         states, at = folder.restore(self.run, self.model, ranks) if resume else ([], START)
         if c.compile:
             for block in self.model.blocks:
-                block.compile(dynamic=True)
+                block.compile()
         self.objective = ranks.wrap(Objective(self.model))
         self.optimizer = make_optimizer(self.model, c)
         if resume:

@@ -7,7 +7,7 @@ from fastweights.fwl import FWLOutput, FWLState
 from fastweights.recurrent import RNNState
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.fwl import FWLBlock, make_labels
-from fastweights.torch.nn import FastWeightAttention
+from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.torch.ops import fast_weight, feature_map
 from fastweights.torch.recurrent import FastWeightProgrammer, FastWeightRNN
 
@@ -23,8 +23,10 @@ __all__ = [
     "FastWeightRNN",
     "GradientStatistics",
     "RNNState",
+    "export_parameters",
     "fast_weight",
     "favor_projection",
     "feature_map",
+    "import_parameters",
     "make_labels",
 ]

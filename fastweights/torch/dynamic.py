@@ -152,8 +152,8 @@ class DynamicEvaluation:
         if carry and context:
             raise FastWeightError(f"context is {context} with carry=True; expected one: a carried state holds the past")
         if rule != "sgd" and statistics is None:
-            raise FastWeightError(f"statistics is missing for rule={rule!r}; expected GradientStatistics.collect(model, "
-                                  "batches) on training data, by which it scales each weight's step")  # fmt: skip
+            raise FastWeightError(f"statistics is missing for rule={rule!r}; expected GradientStatistics.collect("
+                                  "model, batches) on training data, by which it scales each weight's step")  # fmt: skip
         patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         named = {n: p for n, p in model.named_parameters() if any(fnmatch.fnmatchcase(n, x) for x in patterns)}
         if not named:
@@ -204,8 +204,8 @@ class DynamicEvaluation:
     def run(self, tokens: Tensor, *, progress: bool = False) -> DynamicResult:
         """Score tokens (B, T), learning as it goes; call again to go on with the same document."""
         if not hasattr(self, "_trained"):
-            raise FastWeightError("run was called outside its block; expected `with DynamicEvaluation(...) as dynamic`: "
-                                  "leaving the block restores the model")  # fmt: skip
+            raise FastWeightError("run was called outside its block; expected `with DynamicEvaluation(...) as "
+                                  "dynamic`: leaving the block restores the model")  # fmt: skip
         if tokens.dim() != 2 or tokens.shape[1] < 2:
             raise FastWeightError(f"tokens has shape {tuple(tokens.shape)}; expected (B, T) with T >= 2")
         start, state, losses = time.perf_counter(), None, []

@@ -49,9 +49,10 @@ def fast_weight(
         cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
         method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
-            "kernel", the same in Triton (CUDA, keys of at most 256 features, float32 or less); "auto", recurrent for
-            one token, kernel where it can run, and chunked otherwise.
-        chunk_size: tokens per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent. It changes speed alone.
+            "kernel", the same in Triton (CUDA; keys of at most 256 features, 128 in float32; no float64); "auto",
+            recurrent for one token, kernel where it can run, and chunked otherwise.
+        chunk_size: tokens per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
+            It changes speed alone.
 
     Returns:
         o (B, T, H, V) in the dtype of v, and the state after the last token, in float32 or wider.

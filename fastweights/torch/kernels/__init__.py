@@ -4,7 +4,7 @@ docs/maths.md derives what they compute. Block sizes are fixed by shape and dtyp
 never measures. The operators are registered, so that autograd, torch.compile, vmap and checkpointing know them.
 """
 
-import inspect
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from fastweights.torch.kernels import backward, chunks, forward, inverse, segmen
 from fastweights.torch.layout import bound
 
 INTERPRETED = type(forward._forward).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
-WIDEST_KEY = 256  # K: a program holds all rows of its columns of the memory
+WIDEST_KEY = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # K that fits a program's shared memory
 
 
 def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before):
@@ -27,16 +27,20 @@ def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before):
         k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, state, *_ = Kernel.apply(*inputs, cu_seqlens, delta, before, save)
+    run = Kernel.apply
+    if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        # what `apply` itself does then, without binding arguments to defaults: 60 us of a call's 200
+        run = super(torch.autograd.Function, Kernel).apply if save else kernel_op
+    o, state, *_ = run(*inputs, cu_seqlens, delta, before, save)
     return o, state
 
 
 def refusal(q: Tensor) -> str | None:
     """Why the kernels cannot run on inputs like q, or None."""
-    if q.dtype == torch.float64:
-        return "computes in float32 or less; q is torch.float64"
-    if q.shape[-1] > WIDEST_KEY:
-        return f"holds keys of at most {WIDEST_KEY} features; q has {q.shape[-1]}"
+    if q.dtype not in WIDEST_KEY:
+        return f"computes in float32 or less; q is {q.dtype}"
+    if q.shape[-1] > WIDEST_KEY[q.dtype]:
+        return f"holds keys of at most {WIDEST_KEY[q.dtype]} features in {q.dtype}; q has {q.shape[-1]}"
     if not q.is_cuda and not INTERPRETED:
         return f"needs a CUDA device; q is on {q.device}"
     return None
@@ -44,7 +48,7 @@ def refusal(q: Tensor) -> str | None:
 
 def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
     """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each row, if saved."""
-    shape, n = v.shape, segments.count(q, cu_seqlens, delta)
+    shape, n = v.shape, segments.count(q, cu_seqlens)
     q, k, v, beta, log_decay = segments.cut(n, *contiguous(q, k, v, beta, log_decay))
     state, how = state.contiguous(), dict(delta=delta, before=before, precision=float32_products())
     layout = chunks.Layout.of(q, cu_seqlens)
@@ -54,25 +58,31 @@ def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
     if n > 1:
         state = segments.before_each(q, k, v, beta, log_g, X, state, layout, **how)
     o, state, u, S = forward.walk(q, k, v, beta, log_g, X, state, layout, **how, save=save)
-    u = u.view(shape) if u.numel() else u
-    return o.view(shape), state[n - 1 :: n].contiguous(), X if save and delta else q.new_empty(0), u, S
+    if n > 1:
+        o, state = o.view(shape), state[n - 1 :: n].contiguous()
+        u = u.view(shape) if save and delta else u
+    return o, state, X if save and delta else q.new_empty(0), u, S
 
 
 def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
-    shapes, n = [None if x is None else x.shape for x in (q, k, v, beta, log_decay)], segments.count(q, cu_seqlens, delta)
+    B, T, n = *q.shape[:2], segments.count(q, cu_seqlens)
     do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
-    dfinal, how = dfinal.contiguous(), dict(delta=delta, before=before, precision=float32_products())
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    how = dict(delta=delta, before=before, precision=float32_products())
     layout = chunks.Layout.of(q, cu_seqlens)
     triton.set_allocator(scratch)
     X = X if delta else None
     beta_rows, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
     if n > 1:
+        dfinal = torch.zeros_like(state) if dfinal is None else dfinal
         dfinal = segments.after_each(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, u, S, D, do, dy, layout, **how)
-    grads = [None if g is None else g.view(shape) for g, shape in zip(grads, shapes, strict=True)]
-    return *grads, dstate[::n].contiguous()
+    if n > 1:
+        grads = [None if x is None else x.view(B, T, *x.shape[2:]) for x in grads]
+        dstate = dstate[::n].contiguous()
+    return *grads, dstate
 
 
 def float32_products() -> str:
@@ -83,6 +93,11 @@ def float32_products() -> str:
 def scratch(size, alignment, stream):
     """Device memory for the descriptors of the copy engine; Triton asks for it at launch, in any thread."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def on_device_of(q):
+    """Triton launches on the current device, which need not be that of q."""
+    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
 
 
 def contiguous(*tensors):
@@ -100,7 +115,8 @@ def kernel(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
     cu_seqlens: Tensor | None, delta: bool, before: bool, save: bool,
 ) -> autograd.Saved:  # fmt: skip
-    return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
+    with on_device_of(q):
+        return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
 
 
 def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
@@ -113,13 +129,14 @@ def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
 
 
 def kernel_backward(
-    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
     state: Tensor, cu_seqlens: Tensor | None, X: Tensor, u: Tensor, S: Tensor,
     delta: bool, before: bool,
 ) -> autograd.Gradients:  # fmt: skip
-    if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
-        X, u, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, True)[2:]
-    grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before)
+    with on_device_of(q):
+        if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
+            X, u, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, True)[2:]
+        grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before)
     dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
@@ -154,8 +171,9 @@ class Kernel(autograd.Chunked):
     def backward(ctx, do, dfinal, *unused):
         q, k, v, beta, log_decay, state, *rest = ctx.saved_tensors
         do = torch.zeros_like(v) if do is None else do
-        dfinal = torch.zeros_like(state) if dfinal is None else dfinal
-        run = KernelBackward.apply if torch.is_grad_enabled() else backward_op  # second derivatives, or none
+        run = backward_op
+        if torch.is_grad_enabled():  # second derivatives
+            run, dfinal = KernelBackward.apply, torch.zeros_like(state) if dfinal is None else dfinal
         grads = run(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
         grads = [None if x is None else g for x, g in zip((q, k, v, beta, log_decay, state), grads, strict=True)]
         return *grads, None, None, None, None
@@ -184,7 +202,3 @@ class KernelBackward(autograd.ChunkedBackward):
     @staticmethod
     def vmap(info, in_dims, *args):
         return autograd._fold(KernelBackward.apply, 8, info.batch_size, in_dims, args)
-
-
-for function in (Kernel, KernelBackward):  # `apply` asks for the signature every time, and 60 us to find it
-    function.forward.__signature__ = inspect.signature(function.forward)

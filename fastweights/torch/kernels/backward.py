@@ -9,6 +9,7 @@ from fastweights.torch.kernels.chunks import (
     describe,
     find_row,
     find_sequence,
+    launch,
     load_block,
     load_tile,
     product,
@@ -34,7 +35,9 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
     at_D = d[:, None] * V + e[None, :]
     in_D = (d < K)[:, None] & (e < V)[None, :]
     first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
-    D = tl.load(D1 + (n * H + head) * K * V + at_D, mask=in_D, other=0.0)  # [BK, BV]
+    D = tl.zeros([BK, BV], tl.float32)
+    if D1 is not None:
+        D = tl.load(D1 + (n * H + head) * K * V + at_D, mask=in_D, other=0.0)
     chunks = tl.cdiv(length, C)
     q, k = describe(q, tokens, H * K, C, BK, TMA), describe(k, tokens, H * K, C, BK, TMA)
     do = describe(do, tokens, H * V, C, BV, TMA)
@@ -103,16 +106,16 @@ def _local(q, k, v, beta, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, of_
     S, D = describe(S, tokens // C * H * K, V, BK, BV, TMA), describe(D, tokens // C * H * K, V, BK, BV, TMA)
     if BETA:
         b = tl.load(beta + at * C + i)
-    for column in tl.static_range(0, V, BV):
-        do_i = load_tile(do, token, head, column, left, H, V, C, BV, TMA)  # [C, BV]
-        dy_i = load_tile(dy, token, head, column, left, H, V, C, BV, TMA)
+    for first in range(0, V, BV):
+        do_i = load_tile(do, token, head, first, left, H, V, C, BV, TMA)  # [C, BV]
+        dy_i = load_tile(dy, token, head, first, left, H, V, C, BV, TMA)
         if DELTA:
-            u_i = load_tile(u, token, head, column, left, H, V, C, BV, TMA)
+            u_i = load_tile(u, token, head, first, left, H, V, C, BV, TMA)
             R = product(dy_i, tl.trans(u_i), R, PRECISION)
             if BETA:
-                gb += tl.sum(dy_i.to(tl.float32) * load_tile(v, token, head, column, left, H, V, C, BV, TMA), 1)
+                gb += tl.sum(dy_i.to(tl.float32) * load_tile(v, token, head, first, left, H, V, C, BV, TMA), 1)
         else:
-            u_i = load_tile(v, token, head, column, left, H, V, C, BV, TMA)
+            u_i = load_tile(v, token, head, first, left, H, V, C, BV, TMA)
             if BETA:
                 gb += tl.sum(dy_i.to(tl.float32) * u_i, 1)
                 u_i = (u_i * b[:, None]).to(dtype)
@@ -137,15 +140,13 @@ def _local(q, k, v, beta, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, of_
         for first in range(0, V, BV):
             S_i = load_block(S, at, first_d, first, K, V, BK, BV, TMA)  # [BK, BV]
             D_i = load_block(D, at, first_d, first, K, V, BK, BV, TMA)
-            if V > BV:  # else what was loaded above still holds
-                do_i = load_tile(do, token, head, first, left, H, V, C, BV, TMA)
-                u_i = load_tile(u if DELTA else v, token, head, first, left, H, V, C, BV, TMA)
-                if DELTA:
-                    dy_i = load_tile(dy, token, head, first, left, H, V, C, BV, TMA)
-                elif BETA:
-                    u_i = (u_i * b[:, None]).to(dtype)
+            do_i = load_tile(do, token, head, first, left, H, V, C, BV, TMA)
+            u_i = load_tile(u if DELTA else v, token, head, first, left, H, V, C, BV, TMA)
+            if not DELTA and BETA:
+                u_i = (u_i * b[:, None]).to(dtype)
             gq = product(do_i, tl.trans(S_i), gq, PRECISION)
             if DELTA:
+                dy_i = load_tile(dy, token, head, first, left, H, V, C, BV, TMA)
                 gr = product(dy_i, tl.trans(S_i), gr, PRECISION)
             gk = product(u_i, tl.trans(D_i), gk, PRECISION)
             if DECAY:
@@ -193,17 +194,21 @@ def _local(q, k, v, beta, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, of_
 
 
 def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precision, out=True):
-    """(dy, D after each row, gradient of the state before the first token); the first two empty unless `out`."""
+    """(dy, D after each row, gradient of the state before the first token); the first two empty unless `out`.
+
+    dfinal: gradient of the state after the last token, none when absent.
+    """
     H, K, V = q.shape[2], q.shape[3], do.shape[3]
     dy = torch.empty(do.shape if out else 0, dtype=do.dtype, device=do.device)
     D = torch.empty((layout.room, H, K, V) if out else 0, dtype=do.dtype, device=do.device)
-    dstate = torch.empty_like(dfinal)
-    if dfinal.numel():
+    dstate = torch.empty(layout.sequences, H, K, V, dtype=torch.float32, device=do.device)
+    if dstate.numel():
         TMA, BK, BV, warps, stages = blocks(layout, k, V)
-        _reverse[triton.cdiv(V, BV), layout.sequences * H](
-            q, k, beta, log_g, X, do, dfinal, dy, D, dstate, **layout.arguments, H=H, K=K, V=V, C=C, BK=BK, BV=BV,
-            DELTA=delta, BEFORE=before, BETA=beta is not None, DECAY=log_g is not None, OUT=out,
-            PRECISION=precision, STAGES=stages, TMA=TMA, num_warps=warps)  # fmt: skip
+        launch(
+            _reverse, (-(-V // BV), layout.sequences * H), layout,
+            (q, k, beta, log_g, X, do, dfinal, dy, D, dstate),
+            (H, K, V, C, BK, BV, delta, before, beta is not None, log_g is not None, layout.of_row is not None, out,
+             precision, stages, TMA), num_warps=warps)  # fmt: skip
     return dy, D, dstate
 
 
@@ -213,9 +218,9 @@ def local(q, k, v, beta, log_decay, beta_rows, log_g, u, S, D, do, dy, layout, *
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dbeta, dlog_decay = (None if x is None else torch.empty_like(x) for x in (beta, log_decay))
     if layout.rows * H:
-        _local[(layout.rows * H,)](
-            q, k, v, beta_rows, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay, **layout.arguments,
-            H=H, K=K, V=V, C=C, BK=64, BV=64, DELTA=delta, BEFORE=before, BETA=beta is not None,
-            DECAY=log_g is not None, PRECISION=precision, TMA=False, num_warps=4,
-            num_stages=1 if q.dtype == torch.float32 else 2)  # fmt: skip
+        launch(
+            _local, (layout.rows * H,), layout,
+            (q, k, v, beta_rows, log_g, u, S, D, do, dy, dq, dk, dbeta, dlog_decay),
+            (H, K, V, C, 64, 64, delta, before, beta is not None, log_g is not None, layout.of_row is not None,
+             precision, False), num_warps=4, num_stages=1 if q.dtype == torch.float32 else 2)  # fmt: skip
     return dq, dk, dy, dbeta, dlog_decay

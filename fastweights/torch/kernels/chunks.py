@@ -5,6 +5,7 @@ sequence follow each other. Without packing both are arithmetic; packed, two sma
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -33,7 +34,7 @@ class Layout:
     def of(cls, q, cu_seqlens):
         B, T = q.shape[:2]
         if cu_seqlens is None:
-            per = triton.cdiv(T, C)
+            per = -(-T // C)
             return cls(B, B * per, B * per, B * T, T % C == 0, T, per)
         offsets = cu_seqlens.tolist()
         check_offsets(offsets, T)
@@ -55,9 +56,33 @@ class Layout:
 
     @property
     def arguments(self):
-        """What every kernel takes to find its tokens."""
-        return dict(of_sequence=self.of_sequence, of_row=self.of_row, T=self.T, per=self.per, tokens=self.tokens,
-                    PACKED=self.of_row is not None)  # fmt: skip
+        """What every kernel takes, after its tensors, to find its tokens."""
+        return self.of_sequence, self.of_row, self.T, self.per, self.tokens
+
+
+_compiled: dict[tuple, object] = {}
+
+
+def launch(kernel, grid, layout, tensors, constants, **options):
+    """kernel[grid](*tensors, *layout, *constants), past Triton's own look-up when these were compiled before.
+
+    That look-up inspects every argument anew, 40 us per launch. What it would find is in the key: dtypes, which
+    pointers are aligned to 16 bytes, which numbers are divisible by 16, and the constants.
+    """
+    tensors, numbers = (*tensors, *layout.arguments[:2]), layout.arguments[2:]
+    found = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+    device = next(x.device for x in tensors if x is not None)
+    key = (kernel, device, found, constants, *((x % 16 == 0, x == 1) for x in numbers), *options.items())
+    arguments = (*tensors, *numbers, *constants)
+    if compiled := _compiled.get(key):
+        compiled[(*grid, 1, 1)[:3]](*arguments)
+    elif compiled := kernel[grid](*arguments, **options):  # none from the interpreter
+        _compiled[key] = compiled
+
+
+def block(width):
+    """The smallest power of two that holds `width`, at least 64."""
+    return max(64, 1 << (width - 1).bit_length())
 
 
 @triton.jit
@@ -192,14 +217,19 @@ def rates(beta, log_decay, layout, H):
         return None, None
     make = lambda x: None if x is None else torch.empty(layout.rows, H, C, dtype=torch.float32, device=x.device)  # noqa: E731
     beta_rows, log_g = make(beta), make(log_decay)
-    BH = min(16, triton.next_power_of_2(H))
-    _rates[layout.rows, triton.cdiv(H, BH)](
-        beta, log_decay, beta_rows, log_g, **layout.arguments, H=H, C=C, BH=BH,
-        BETA=beta is not None, DECAY=log_decay is not None)  # fmt: skip
+    BH = min(16, 1 << (H - 1).bit_length())
+    launch(
+        _rates, (layout.rows, -(-H // BH)), layout, (beta, log_decay, beta_rows, log_g),
+        (H, C, BH, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
     return beta_rows, log_g
 
 
 def copied_by_engine(layout, q, BK, V, BV):
     """Whether tiles are loaded and stored by Hopper's copy engine: whole chunks, whole blocks, 16-bit numbers."""
     fits = layout.whole and q.shape[-1] == BK and V % BV == 0 and q.dtype != torch.float32
-    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    return fits and q.is_cuda and _is_hopper(q.device)
+
+
+@cache
+def _is_hopper(device):
+    return torch.cuda.get_device_capability(device)[0] >= 9

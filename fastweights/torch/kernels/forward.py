@@ -10,9 +10,11 @@ import triton.language as tl
 
 from fastweights.torch.kernels.chunks import (
     C,
+    block,
     copied_by_engine,
     describe,
     find_sequence,
+    launch,
     load_block,
     load_tile,
     product,
@@ -101,26 +103,23 @@ def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, ou
     after = torch.empty_like(state)
     if state.numel():
         TMA, BK, BV, warps, stages = blocks(layout, k, V)
-        _forward[triton.cdiv(V, BV), layout.sequences * H](
-            q, k, v, beta, log_g, X, state, o, after, u, S, **layout.arguments, H=H, K=K, V=V, C=C, BK=BK, BV=BV,
-            DELTA=delta, BEFORE=before, BETA=beta is not None, DECAY=log_g is not None, OUT=out, SAVE=save,
-            PRECISION=precision, VALUES=v is not None, STAGES=stages, TMA=TMA, num_warps=warps)  # fmt: skip
+        launch(
+            _forward, (-(-V // BV), layout.sequences * H), layout, (q, k, v, beta, log_g, X, state, o, after, u, S),
+            (H, K, V, C, BK, BV, delta, before, beta is not None, log_g is not None, layout.of_row is not None, out,
+             save, precision, v is not None, stages, TMA), num_warps=warps)  # fmt: skip
     return o, after, u, S
 
 
 def blocks(layout, k, V):
     """(TMA, BK, BV, warps, stages) of both walks, measured on an H200.
 
-    BV is never below 64: narrower right-hand sides read out of bounds on Hopper. With heads enough to fill the device
-    a program takes 128 columns, and reads q and k once for them.
+    BV is never below 64: narrower right-hand sides read out of bounds on Hopper. Two groups of four warps wait for
+    each other more than they gain, except where the memory does not fit one.
     """
-    H, K = k.shape[2:]
-    BK = max(64, triton.next_power_of_2(K))
+    BK = block(k.shape[-1])
     if k.dtype == torch.float32:
         return False, BK, 64, 8 if BK > 64 else 4, 1
     if BK > 128:
         return False, BK, 64, 8, 1
     TMA = copied_by_engine(layout, k, BK, V, 64)
-    if TMA and BK == 128 and V % 128 == 0 and layout.sequences * H >= 96:
-        return True, BK, 128, 4, 2
     return TMA, BK, 64, 4, 3 if TMA else 2

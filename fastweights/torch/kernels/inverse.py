@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels.chunks import C, find_row, load_tile, product
+from fastweights.torch.kernels.chunks import C, find_row, launch, load_tile, product
 
 
 @triton.jit
@@ -35,7 +35,8 @@ def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
-             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+             BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
              PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
@@ -62,8 +63,8 @@ def inverse(k, beta, log_g, layout, precision):
     if layout.rows:
         BK = 128 if K > 64 else 64
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
-        _inverse[(layout.rows * H,)](
-            k, beta, log_g, X, **layout.arguments, H=H, K=K, C=C, BK=BK, BETA=beta is not None,
-            DECAY=log_g is not None, PRECISION=precision, SOLVE=solve, num_warps=4, num_stages=1,
-            maxnreg=128 if k.dtype != torch.float32 else None)  # fmt: skip
+        launch(
+            _inverse, (layout.rows * H,), layout, (k, beta, log_g, X),
+            (H, K, C, BK, beta is not None, log_g is not None, layout.of_row is not None, precision, solve),
+            num_warps=4, num_stages=1)  # fmt: skip
     return X

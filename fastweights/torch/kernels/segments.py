@@ -12,7 +12,7 @@ from fastweights.torch.kernels import backward, chunks, forward
 FULL = 128  # heads of sequences that fill a device
 
 
-def count(q, cu_seqlens, delta):
+def count(q, cu_seqlens):
     """Segments per sequence: 1 unless there are so few heads that walking three times over is the faster way."""
     B, T, H = q.shape[:3]
     if cu_seqlens is not None or not B * H:
@@ -20,12 +20,12 @@ def count(q, cu_seqlens, delta):
     n = 1
     while 2 * n * B * H <= FULL and T % (2 * n * chunks.C) == 0 and T // (2 * n * chunks.C) >= 32:
         n *= 2
-    return n if n >= (8 if delta else 4) else 1
+    return n if n >= 8 else 1
 
 
 def cut(n, *tensors):
     """(B, T, ...) as (B * n, T / n, ...)."""
-    return [None if x is None else x.reshape(x.shape[0] * n, x.shape[1] // n, *x.shape[2:]) for x in tensors]
+    return [x if x is None or n == 1 else x.reshape(x.shape[0] * n, x.shape[1] // n, *x.shape[2:]) for x in tensors]
 
 
 def transition(k, beta, log_g, X, layout, precision):
@@ -59,8 +59,7 @@ def before_each(q, k, v, beta, log_g, X, state, layout, **how):
 
 def after_each(q, k, beta, log_g, X, do, dfinal, layout, **how):
     """The gradient of the memory after each segment."""
-    nothing = dfinal.new_zeros(layout.sequences, *dfinal.shape[1:])
-    E = backward.reverse(q, k, beta, log_g, X, do, nothing, layout, **how, out=False)[2]
+    E = backward.reverse(q, k, beta, log_g, X, do, None, layout, **how, out=False)[2]
     M = transition(k, beta, log_g, X, layout, how["precision"]).mT
     turn = lambda x: x.unflatten(0, (len(dfinal), -1)).flip(1).flatten(0, 1)  # noqa: E731
     return turn(chain(dfinal, turn(M), turn(E)))

@@ -1,0 +1,86 @@
+"""Evaluation: each mode is what it says, and leaves the model as it was."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fastweights.core import FastWeightError
+from fastweights.lm import evaluation, report
+from fastweights.lm.adapting import Dynamic
+from fastweights.lm.config import Config
+from fastweights.lm.evaluation import Text
+from fastweights.lm.model import LanguageModel
+from fastweights.lm.tokenizer import Bytes
+
+WORDS = (b"the quick brown fox ", b"jumps over the lazy dog ", b"and sleeps. ")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = LanguageModel(Config(dim=16, heads=2, depth=2, length=32), 257).eval()
+    model.tokenizer = Bytes()
+    return model
+
+
+@pytest.fixture
+def texts():
+    contents = [b"".join(WORDS[i % k] for i in range(20)) for k in (3, 2)]
+    return [Text(f"{i}", c, Bytes().encode(c)) for i, c in enumerate(contents)]
+
+
+def test_memory_is_one_pass_over_the_document(model, texts):
+    for mode in ("memory", "fast"):
+        got = evaluation.score(model, texts, mode)
+        row = torch.from_numpy(np.r_[256, texts[0].tokens])[None]
+        wanted = model.score(row[:, :-1], row[:, 1:], learn=mode == "fast").loss[0]
+        torch.testing.assert_close(torch.from_numpy(got.losses[0]).float(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_static_windows_see_only_themselves(model, texts):
+    before = evaluation.score(model, texts[:1], "static").losses[0]
+    changed = texts[0].tokens.copy()
+    changed[:31] = 65  # the last token of a window is the first that the next one is given
+    after = evaluation.score(model, [Text("", texts[0].data, changed)], "static").losses[0]
+    np.testing.assert_allclose(before[32:], after[32:], rtol=1e-4)
+    assert len(before) == len(changed)
+
+
+def test_dynamic_evaluation_learns_and_restores(model, texts):
+    weights = {n: x.clone() for n, x in model.state_dict().items()}
+    memory = evaluation.score(model, texts, "memory").losses
+    got = evaluation.score(model, texts, "dynamic", dynamic=Dynamic(lr=0.3, segment=16)).losses
+    assert np.concatenate(got).mean() < np.concatenate(memory).mean() - 0.3
+    np.testing.assert_allclose([x[:16] for x in got], [x[:16] for x in memory], rtol=1e-4)  # nothing is learned yet
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, weights[name])
+
+
+def test_every_text_starts_from_the_memory(model, texts):
+    memory = model.read(b"something else ")
+    for mode in ("memory", "fast", "dynamic"):
+        both = evaluation.score(model, texts, mode, memory=memory)
+        alone = evaluation.score(model, texts[1:], mode, memory=memory)
+        np.testing.assert_allclose(both.losses[1], alone.losses[0], rtol=1e-5)
+
+
+def test_summary_counts_bytes(model, texts, tmp_path):
+    scores = [evaluation.score(model, texts, mode) for mode in ("static", "memory")]
+    found = evaluation.summary(model, texts, scores)
+    total = sum(len(t.data) for t in texts)
+    assert found["bytes"] == total
+    bits = np.concatenate(scores[1].losses).sum() / math.log(2) / total
+    assert found["modes"][1]["bits_per_byte"] == pytest.approx(bits)
+    assert found["modes"][1]["by_position"][0] == pytest.approx(bits)
+    assert found["modes"][1]["by_position"][1:] == [None] * 4
+    assert 0 < found["compressors"]["gzip -9"] < 8
+    assert found["modes"][0]["state_bytes"] == 0 < found["modes"][1]["state_bytes"]
+    assert report.plot(scores, texts, model.tokenizer.lengths(), tmp_path / "x.png")
+
+
+def test_a_mode_that_does_not_exist(texts):
+    model = LanguageModel(Config(dim=16, heads=2, depth=1, head="linear"), 257)
+    with pytest.raises(FastWeightError, match="mode is 'fast'; expected one of 'static', 'memory', 'dynamic'"):
+        evaluation.score(model, texts, "fast")
