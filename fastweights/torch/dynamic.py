@@ -153,7 +153,7 @@ class DynamicEvaluation:
             raise FastWeightError(f"context is {context} with carry=True; expected one: a carried state holds the past")
         if rule != "sgd" and statistics is None:
             raise FastWeightError(f"statistics is missing for rule={rule!r}; expected GradientStatistics.collect("
-                                  "model, batches) on training data, by which it scales each weight's step")  # fmt: skip
+                                  "model, batches) on training data: they scale each weight's step")  # fmt: skip
         patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         named = {n: p for n, p in model.named_parameters() if any(fnmatch.fnmatchcase(n, x) for x in patterns)}
         if not named:
