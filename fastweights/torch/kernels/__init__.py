@@ -66,7 +66,7 @@ def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
 
 def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
-    B, T, n = *q.shape[:2], segments.count(q, cu_seqlens)
+    B, T, n = q.shape[0], q.shape[1], segments.count(q, cu_seqlens)
     do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
     dfinal = None if dfinal is None else dfinal.contiguous()
     how = dict(delta=delta, before=before, precision=float32_products())
