@@ -12,6 +12,7 @@ from fastweights.lm.model import LanguageModel
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 
 EPS = 1e-4  # added to the root mean squared gradient that divides a weight's step
+CLIP = 1.0  # largest norm of a segment's gradient
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def adapting(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, A
 
     statistics = GradientStatistics.collect(model, how.batches, call=call) if how.batches else None
     with DynamicEvaluation(model, rule="rms" if how.batches else "sgd", lr=how.lr, decay=how.decay, eps=EPS,
-                           segment=how.segment, carry=True, statistics=statistics, call=call) as dynamic:  # fmt: skip
+                           segment=how.segment, carry=True, statistics=statistics, clip=CLIP, call=call) as dynamic:  # fmt: skip
 
         def run(row: Tensor, state: Any) -> Tensor:
             first[0] = state

@@ -32,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper-medium": _PAPER | dict(dim=256, length=384, batch=56, steps=400_000),
 }  # fmt: skip
 
-DYNAMIC_LR = 2e-4  # rate of dynamic evaluation
+DYNAMIC_LR = 1e-4  # rate of dynamic evaluation
 
 CHOICES = dict(
     ff=("swiglu", "relu"), head=("linear", "fwl"), context=("carried", "packed"), parallel=("none", "ddp", "fsdp"),
