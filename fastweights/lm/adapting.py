@@ -37,8 +37,9 @@ def adapting(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, A
         return model.logits(tokens, first[0] if state is None else state)
 
     statistics = GradientStatistics.collect(model, how.batches, call=call) if how.batches else None
-    with DynamicEvaluation(model, rule="rms" if how.batches else "sgd", lr=how.lr, decay=how.decay, eps=EPS,
-                           segment=how.segment, carry=True, statistics=statistics, clip=CLIP, call=call) as dynamic:  # fmt: skip
+    rule = "rms" if how.batches else "sgd"
+    with DynamicEvaluation(model, rule=rule, lr=how.lr, decay=how.decay, eps=EPS, segment=how.segment, carry=True,
+                           statistics=statistics, clip=CLIP, call=call) as dynamic:  # fmt: skip
 
         def run(row: Tensor, state: Any) -> Tensor:
             first[0] = state

@@ -140,7 +140,9 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document.  cu_seqlens: documents packed into one row.
+        state: from an earlier call, to go on with the same document. A token that waits in it for its label is not
+            learned here, only by `step`: give known labels their weight.
+        cu_seqlens: documents packed into one row.
         logits: False leaves them None and holds a block of the vocabulary at a time.
         """
         self._know_inputs(x)
