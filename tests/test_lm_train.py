@@ -176,11 +176,11 @@ def as_rank(rank, port, config, run, resume, cache):
 
 
 def two_processes(*arguments):
-    """What torchrun does, from processes that have imported torch already."""
+    """What torchrun does."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads other frameworks have started
     processes = [context.Process(target=as_rank, args=(rank, port, *arguments)) for rank in range(2)]
     for p in processes:
         p.start()

@@ -148,7 +148,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         self._know_inputs(x)
         labels = self._checked(x, labels, weights)
         if state is not None:
-            self._check_state(state, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+            sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            fwl.check_state(self.config, state, sequences, self.dense1.shape[0])
         return fwl.forward(
             self.config, OPS, self._weights(), x, labels, weights, state, cu_seqlens=cu_seqlens, logits=logits
         )  # fmt: skip
@@ -187,7 +188,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         if isinstance(self.config.normalizer, str):
             raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
                                   "a stream does not know how many tokens will follow")  # fmt: skip
-        self._check_state(state, x.shape[0])
+        fwl.check_state(self.config, state, x.shape[0], self.dense1.shape[0])
         if previous_label is None:
             previous_label = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
             weight = torch.zeros_like(state.waiting)
@@ -215,13 +216,6 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             bad = weights[~((weights >= 0) & weights.isfinite())]
             fwl.check_values(self.config, int(low), int(high), float(bad[0]) if len(bad) else 0.0)
         return labels.long()
-
-    def _check_state(self, state, sequences):
-        got = tuple(state.dense1.shape)
-        expected = (sequences, 1, self.dense1.shape[0] + 1, self.config.hidden_width)
-        if got != expected:
-            why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"
-            raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: {why}")
 
     def extra_repr(self) -> str:
         c = self.config
