@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastweights.core import check_offsets
 
-SEGMENT = 4096, 2**20  # a segment on a CPU: tokens times heads, and numbers per tensor, at most; a dozen stay in cache
+SEGMENT = 8192, 2**20  # a segment on a CPU: tokens times heads, and numbers per tensor, at most; a dozen stay in cache
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
