@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastweights.core import check_offsets
 
-SEGMENT = 8192, 2**20  # a segment on a CPU: tokens times heads, and numbers per tensor, at most; a dozen stay in cache
+SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -55,7 +55,7 @@ class Layout:
         a = 0
         for b in range(1, len(self.sizes) + 1):
             following = self.starts[min(b + 1, len(self.sizes))] - self.starts[a]
-            if b == len(self.sizes) or following * self.H * self.C > min(SEGMENT[0], SEGMENT[1] // width):
+            if b == len(self.sizes) or following * self.H * self.C * width > SEGMENT:
                 ranges.append((a, b))
                 a = b
         return ranges
