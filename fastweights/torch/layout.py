@@ -68,24 +68,26 @@ class Layout:
         """Rows of each step of [a, b), heads unrolled."""
         return [size * self.H for size in self.sizes[a:b]]
 
-    def take(self, x: Tensor, a: int, b: int) -> Tensor:
+    def take(self, x: Tensor, a: int, b: int, out: Tensor | None = None) -> Tensor:
         """Steps [a, b) of x (B, T, H, width) as (rows * H, C, width) in the working dtype, zero in the padding."""
         H, width = x.shape[-2:]
         rows = self.starts[b] - self.starts[a]
-        out = torch.empty(rows, H, self.C, width, dtype=working_dtype(x), device=x.device)
+        if out is None:
+            out = torch.empty(rows * H, self.C, width, dtype=working_dtype(x), device=x.device)
+        chunks = out.unflatten(0, (rows, H))
         if self.tokens is None:
             part = x[:, a * self.C : b * self.C]
             missing = (b - a) * self.C - part.shape[1]
             if missing:
                 part = torch.cat([part, part.new_zeros(x.shape[0], missing, H, width)], 1)
             part = part.unflatten(1, (b - a, self.C)).permute(1, 0, 3, 2, 4)
-            out.view(part.shape).copy_(part)
+            chunks.unflatten(0, part.shape[:2]).copy_(part)
         else:
             token = self.tokens[self.starts[a] : self.starts[b]]
             part = x[0].index_select(0, token.clamp(min=0).flatten()).view(rows, self.C, H, width)
-            out.copy_(part.transpose(1, 2))
-            out.masked_fill_((token < 0)[:, None, :, None], 0)
-        return out.flatten(0, 1)
+            chunks.copy_(part.transpose(1, 2))
+            chunks.masked_fill_((token < 0)[:, None, :, None], 0)
+        return out
 
     def put(self, x: Tensor, rows: Tensor, a: int, b: int) -> None:
         """Write steps [a, b) of x (B, T, H, width) from (rows * H, C, width), leaving the padding out."""
@@ -143,7 +145,7 @@ def _blocks(L, size, below):
     n, C, _ = L.shape
     stride = size + below
     return L.as_strided(
-        (n, C // stride, size, size), (C * C, stride * (C + 1), C, 1), L.storage_offset() + below * C
+        (n, C // stride, size, size), (L.stride(0), stride * (C + 1), C, 1), L.storage_offset() + below * C
     ).reshape(-1, size, size)
 
 
