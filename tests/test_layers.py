@@ -215,8 +215,8 @@ def test_favor_is_redrawn_in_training_only():
 
 @pytest.mark.parametrize("name", layers.PRESETS)
 def test_presets_compile_without_a_graph_break(name):
-    layer = FastWeightAttention.preset(name, dim=8, heads=2)
-    x = torch.randn(2, 20, 8)
+    layer = FastWeightAttention.preset(name, dim=8, heads=2).double()
+    x = torch.randn(2, 20, 8, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     got, want = compiled(x)[0], layer(x)[0]
     torch.testing.assert_close(got, want)

@@ -6,7 +6,7 @@ The gradients are made of differentiable operations of saved tensors, so second 
 import torch
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
-__all__ = ["relu", "sigmoid", "silu", "softplus", "unit"]
+__all__ = ["depthwise", "relu", "sigmoid", "silu", "softplus", "unit"]
 
 
 class Unit(torch.autograd.Function):
@@ -41,3 +41,42 @@ def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
     return Unit.apply(x, eps)[0]
+
+
+class Depthwise(torch.autograd.Function):
+    """sum_j weight[j] x[:, j : j + T]: a convolution of every channel by itself."""
+
+    @staticmethod
+    def forward(x, weight):
+        T = x.shape[1] - len(weight) + 1
+        y = x[:, :T] * weight[0]
+        for j in range(1, len(weight)):
+            y.addcmul_(x[:, j : j + T], weight[j])
+        return y
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        W, T = len(weight), dy.shape[1]
+        spread = torch.nn.functional.pad
+        if torch.is_grad_enabled():  # a second derivative: nothing in place
+            dx = sum(spread(dy * weight[j], (0, 0, j, W - 1 - j)) for j in range(W))
+        else:
+            dx = spread(dy * weight[0], (0, 0, 0, W - 1))
+            for j in range(1, W):
+                dx[:, j : j + T].addcmul_(dy, weight[j])
+        return dx, torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(W)])
+
+
+def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (B, T + W - 1, channels) convolved along its second axis with weight (W, channels): (B, T, channels)."""
+    transformed = torch._C._are_functorch_transforms_active()  # vmap has no rule for addcmul_
+    if transformed or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
+        T = x.shape[1] - len(weight) + 1
+        return sum(weight[j] * x[:, j : j + T] for j in range(len(weight)))
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return Depthwise.apply(x.to(dtype), weight.to(dtype))

@@ -1,0 +1,54 @@
+"""The elementwise functions with gradients by hand, against their plain compositions in float64."""
+
+import pytest
+import torch
+
+from fastweights.torch import functional
+
+
+def plain_depthwise(x, weight):
+    T = x.shape[1] - len(weight) + 1
+    return sum(weight[j] * x[:, j : j + T] for j in range(len(weight)))
+
+
+def plain_unit(x):
+    return x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt()
+
+
+CASES = {
+    "depthwise": (functional.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
+    "unit": (lambda x: functional.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    torch.manual_seed(0)
+    function, plain, shapes = CASES[request.param]
+    return function, plain, [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_equal_their_plain_form(case):
+    function, plain, inputs = case
+    torch.testing.assert_close(function(*inputs), plain(*inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_first_and_second_derivatives(case):
+    function, _, inputs = case
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_vmap_of_the_gradient(case):
+    function, plain, inputs = case
+    stacked = torch.stack([inputs[0].detach(), 2 * inputs[0].detach()])
+
+    def gradient(f):
+        return torch.func.vmap(torch.func.grad(lambda x: (f(x, *inputs[1:]) ** 2).sum()))(stacked)
+
+    torch.testing.assert_close(gradient(function), gradient(plain), rtol=1e-10, atol=1e-10)
+
+
+def test_a_convolution_promotes_as_a_product_does():
+    x, weight = torch.randn(1, 6, 2, dtype=torch.bfloat16), torch.randn(3, 2)
+    assert functional.depthwise(x, weight).dtype == (x * weight[0]).dtype == torch.float32
