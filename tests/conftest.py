@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 from backends import FRAMEWORKS
+from layer_backends import flax, framework, keras, quiet  # noqa: F401
 
 
 def pytest_addoption(parser):

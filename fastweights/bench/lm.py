@@ -1,0 +1,221 @@
+"""`fastweights bench lm`: a training step of the application's model, and what longer documents cost to read.
+
+The step is timed beside the same model with Hugging Face's delta rule in place of ours, which must give the same loss.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fastweights.bench.agree import Disagreement
+from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.timing import Call, Timing, interleave
+from fastweights.core import FastWeightError
+from fastweights.lm.config import Config
+from fastweights.lm.evaluation import SEGMENT
+from fastweights.lm.memory import size
+from fastweights.lm.model import LanguageModel
+from fastweights.lm.training import Objective, make_optimizer, to_batch
+from fastweights.torch import nn
+
+TRAIN: dict[str, Any] = dict(model="delta", head="linear")
+LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
+SMOKE_TRAIN: dict[str, Any] = TRAIN | dict(dim=16, heads=2, depth=1, length=32, batch=2)
+SMOKE_LENGTHS = (64, 128)
+TOLERANCE = 1e-4  # of the loss
+VOCAB = 257
+PAPER = [(preset, vocab) for preset in ("paper-small", "paper-medium") for vocab in (33_278, 267_735)]  # WikiText's
+
+
+@dataclass
+class Reading:
+    """A model that reads documents of growing length: milliseconds and bytes of what it carries, per length."""
+
+    model: str
+    timings: dict[int, Timing]
+    carried: dict[int, int]
+
+    @property
+    def ratio(self) -> float:
+        """Time of the longest over time of the shortest."""
+        return self.timings[max(self.timings)].median / self.timings[min(self.timings)].median
+
+
+@contextmanager
+def their_rule() -> Iterator[None]:
+    """Our layers with the delta rule that Hugging Face's Qwen3-Next runs without kernels."""
+    try:
+        from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+    except ImportError:
+        raise FastWeightError("bench lm compares with transformers, which is not installed; pip install transformers"
+                              ) from None  # fmt: skip
+    rule = inspect.unwrap(theirs.torch_chunk_gated_delta_rule)
+
+    def fast_weight(q: Tensor, k: Tensor, v: Tensor, *, beta: Any, log_decay: Any, state: Any, **_: Any) -> Any:
+        g = torch.zeros_like(beta) if log_decay is None else log_decay
+        return rule(q * q.shape[-1] ** 0.5, k, v, g=g, beta=beta, chunk_size=64, initial_state=state,
+                    output_final_state=True, use_qk_l2norm_in_kernel=False)  # fmt: skip
+
+    ours = nn.OPS
+    nn.OPS = ours._replace(fast_weight=fast_weight)
+    try:
+        yield
+    finally:
+        nn.OPS = ours
+
+
+def training(settings: dict[str, Any], repeats: int) -> tuple[dict[str, Timing], int]:
+    """Milliseconds of a step with our delta rule and with theirs, and the number of parameters."""
+    config = Config.of("laptop", **settings)
+    torch.manual_seed(0)
+    model = LanguageModel(config, VOCAB)
+    rows = torch.randint(VOCAB, (config.batch, config.length + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both keep working on the same weights
+
+    def loss() -> Tensor:
+        return model.score(rows[:, :-1], rows[:, 1:]).loss.mean()
+
+    def step() -> None:
+        value = loss()
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+
+    def with_theirs() -> None:
+        with their_rule():
+            step()
+
+    ours = loss().item()
+    with their_rule():
+        other = loss().item()
+    if not abs(ours - other) <= TOLERANCE:
+        raise Disagreement(f"a step's loss is {ours} with our delta rule and {other} with Hugging Face's; allowed "
+                           f"{TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
+    timings = interleave({"ours": step, "Hugging Face": with_theirs}, repeats=repeats)
+    return timings, sum(p.numel() for p in model.parameters())
+
+
+def throughput(preset: str, vocab: int, device: str, repeats: int, **changes: Any) -> tuple[Timing, int]:
+    """Milliseconds of a training step of a preset on random words, bfloat16 on a GPU, and its tokens."""
+    config = Config.of(preset, **changes)
+    torch.manual_seed(0)
+    model = LanguageModel(config, vocab).to(device)
+    objective, optimizer = Objective(model), make_optimizer(model, config)
+    words = np.random.default_rng(0).integers(vocab - 1, size=(config.batch, config.length + 1))
+    batch = to_batch(words, vocab - 1, device)
+    state = model.init_state(config.batch)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss, _, _ = objective(*batch[:3], state, batch[3])
+        optimizer.zero_grad()
+        (loss / words[:, 1:].size).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+
+    step()
+    return interleave({"": step}, repeats=repeats, device=device)[""], words[:, 1:].size
+
+
+def reading(lengths: tuple[int, ...], repeats: int, sizes: dict[str, Any], advance: Callable) -> list[Reading]:
+    """Documents read in segments, memory carried: delta, and a transformer that sees all of the document."""
+    found = []
+    for name in ("delta", "transformer"):
+        calls, carried = {}, {}
+        for T in lengths:
+            call, state = _reader(Config.of("laptop", **sizes | dict(model=name, window=T, head="linear")), T)
+            calls[str(T)], carried[T] = call, size(state)
+        timings = interleave(calls, repeats=repeats, tick=lambda: advance("reading", 1))
+        found.append(Reading(name, {int(T): t for T, t in timings.items()}, carried))
+    return found
+
+
+def _reader(config: Config, T: int) -> tuple[Call, Any]:
+    torch.manual_seed(0)
+    model = LanguageModel(config, VOCAB).eval()
+    row = torch.randint(VOCAB, (1, T + 1))
+
+    @torch.no_grad()
+    def call() -> None:
+        state = model.init_state(1)
+        for at in range(0, T, SEGMENT):
+            part = row[:, at : at + SEGMENT + 1]
+            state = model.score(part[:, :-1], part[:, 1:], state).state
+
+    return call, model.init_state(1).blocks
+
+
+def show(timings: dict[str, Timing], parameters: int, readings: list[Reading], console: Console) -> None:
+    table = new_table(f"training step of the delta model, {parameters:,} parameters, milliseconds")
+    table.add_column("")
+    table.add_column("step", justify="right")
+    table.add_column("x Hugging Face", justify="right")
+    for name, timing in timings.items():
+        table.add_row(name, milliseconds(timing), f"{timings['Hugging Face'].median / timing.median:.2f}")
+    console.print(table)
+    table = new_table("reading a document with carried memory, milliseconds (KiB carried)")
+    table.add_column("tokens", justify="right")
+    for reading in readings:
+        table.add_column(reading.model, justify="right")
+    for T in readings[0].timings:
+        cells = [f"{milliseconds(r.timings[T])} ({r.carried[T] / 1024:,.0f})" for r in readings]
+        table.add_row(f"{T:,}", *cells)
+    lengths = list(readings[0].timings)
+    table.add_row(f"x{max(lengths) // min(lengths)} tokens", *[f"x{r.ratio:.1f} time" for r in readings])
+    console.print(table)
+
+
+def show_throughput(found: dict[tuple[str, int], tuple[Timing, int]], device: str, console: Console) -> None:
+    table = new_table(f"training on {device}")
+    table.add_column("preset")
+    for heading in ("words", "ms per step", "tokens per step", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for (preset, vocab), (timing, tokens) in found.items():
+        rate = 1000 * tokens / timing.median
+        table.add_row(preset, f"{vocab:,}", milliseconds(timing), f"{tokens:,}", f"{rate:,.0f}")
+    console.print(table)
+
+
+def payload(timings: dict[str, Timing], parameters: int, readings: list[Reading]) -> dict[str, Any]:
+    return dict(
+        training={name: timing_dict(t) for name, t in timings.items()}, parameters=parameters,
+        reading=[dict(model=r.model, ratio=r.ratio, carried=r.carried,
+                      milliseconds={T: timing_dict(t) for T, t in r.timings.items()}) for r in readings],
+    )  # fmt: skip
+
+
+def plot(readings: list[Reading], path: Any) -> bool:
+    """Seconds against tokens; False when matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(6, 4), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for reading, colour in zip(readings, ("#1f6fb4", "#d1495b"), strict=True):
+        lengths = list(reading.timings)
+        seconds = [reading.timings[T].median / 1000 for T in lengths]
+        axes.plot(lengths, seconds, "o-", color=colour, linewidth=2, label=f"{reading.model} (x{reading.ratio:.1f})")
+        axes.plot(lengths, [seconds[0] * T / lengths[0] for T in lengths], ":", color=colour, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.set_xlabel("tokens in the document")
+    axes.set_ylabel("seconds to read it")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    axes.set_title("Reading a document with all of it remembered (dotted: linear)", loc="left", fontsize=10)
+    figure.savefig(path)
+    return True

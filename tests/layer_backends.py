@@ -1,0 +1,259 @@
+"""The layers of PyTorch, Flax and Keras behind one interface, their fixtures, and the comparison of two of them."""
+
+import itertools
+import os
+import warnings
+
+import numpy as np
+import pytest
+from oracle import assert_close
+
+from fastweights.attention import AttentionState
+from fastweights.recurrent import RNNState
+
+EVERYTHING = dict(conv=3, gate=True, decay="learned", key_heads=1, beta_max=2.0, key_dim=3, value_dim=5)
+STATES = {"FastWeightAttention": AttentionState, "FastWeightRNN": RNNState, "FastWeightProgrammer": lambda W: W}
+
+
+def parts(state):
+    """The state as a list of arrays; what a layer does not have is None (in Keras, empty)."""
+    state = state if isinstance(state, tuple) else (state,)
+    return [None if x is None or 0 in tuple(x.shape)[1:] else x for x in state]
+
+
+class Torch:
+    """Makes the problem: a layer, its weights, and what it gives."""
+
+    def __init__(self, kind, arguments, dtype):
+        import torch
+
+        import fastweights.torch as fw
+        from fastweights.torch.nn import export_parameters
+
+        torch.manual_seed(0)
+        self.torch, self.kind = torch, kind
+        self.layer = getattr(fw, kind)(**arguments).to(getattr(torch, dtype))
+        self.layer.method = "recurrent"  # the equation itself (and no compiler beside TensorFlow's in one process)
+        self.weights = export_parameters(self.layer)
+
+    def __call__(self, x, state=None, *, cotangents=None, **how):
+        """y, state and, of the sum of both times the cotangents, the gradients of everything."""
+        tensor = lambda a: None if a is None else self.torch.tensor(a)  # noqa: E731
+        inputs = [a if a is None else tensor(a).requires_grad_() for a in (x, *(state or ()))]
+        given = None if state is None else STATES[self.kind](*inputs[1:])
+        y, new = self.layer(inputs[0], given, **{n: tensor(a) for n, a in how.items()})
+        outputs = [y, *parts(new)]
+        if cotangents is None:
+            return [None if a is None else a.detach().numpy() for a in outputs]
+        present = [(a, tensor(c)) for a, c in zip(outputs, cotangents, strict=True) if a is not None]
+        loss = sum((a * c).sum() for a, c in present)
+        names, weights = zip(*self.layer.named_parameters(), strict=True)
+        of = [a for a in inputs if a is not None]
+        grads = self.torch.autograd.grad(loss, [*of, *weights], allow_unused=True)
+        grads = [self.torch.zeros_like(a) if g is None else g for a, g in zip([*of, *weights], grads, strict=True)]
+        found = [None if a is None else a.detach().numpy() for a in outputs]
+        return found, {n: g.numpy() for n, g in zip([*range(len(of)), *names], grads, strict=True)}
+
+
+def with_gradients(jax, call, arguments, cotangents):
+    """Compiled as one: piece by piece, the pieces take longer to compile than this."""
+
+    @jax.jit
+    def run(arguments, cotangents):
+        outputs, pull = jax.vjp(call, *arguments)
+        return outputs, pull([None if a is None else c for a, c in zip(outputs, cotangents, strict=True)])
+
+    return run(arguments, cotangents)
+
+
+class Flax:
+    def __init__(self):
+        import jax
+
+        import fastweights.jax as fw
+
+        jax.config.update("jax_enable_x64", True)
+        self.jax, self.fw = jax, fw
+
+    def make(self, kind, arguments, dtype, weights):
+        layer = getattr(self.fw, kind)(**arguments, param_dtype=dtype)
+        variables = self.variables(layer, arguments, weights)
+        return lambda x, state=None, cotangents=None, **how: self.run(layer, kind, variables, x, state, cotangents, how)
+
+    def weights(self, kind, arguments, weights):
+        return self.fw.export_parameters(self.variables(getattr(self.fw, kind)(**arguments), arguments, weights))
+
+    def variables(self, layer, arguments, weights):
+        x = np.zeros((1, 2, arguments.get("inputs", arguments.get("dim"))), layer.param_dtype)
+        return self.fw.import_parameters(self.jax.eval_shape(layer.init, self.jax.random.key(0), x), weights)
+
+    def numpy(self, a):
+        return np.asarray(a)
+
+    def run(self, layer, kind, variables, x, state, cotangents, how):
+        array = self.jax.numpy.asarray
+        inputs = [None if a is None else array(a) for a in (x, *(state or ()))]
+
+        def call(inputs, params):
+            given = None if state is None else STATES[kind](*inputs[1:])
+            y, new = layer.apply({**variables, "params": params}, inputs[0], given, **how)
+            return [y, *parts(new)]
+
+        if cotangents is None:
+            return [None if a is None else np.asarray(a) for a in call(inputs, variables["params"])]
+        outputs, (of_inputs, of_params) = with_gradients(self.jax, call, (inputs, variables["params"]), cotangents)
+        grads = dict(enumerate(a for a in of_inputs if a is not None)) | self.fw.export_parameters(
+            {"params": of_params}
+        )
+        found = [None if a is None else np.asarray(a) for a in outputs]
+        return found, {n: np.asarray(g) for n, g in grads.items()}
+
+
+class Keras:
+    def __init__(self):
+        if os.environ["KERAS_BACKEND"] == "jax":
+            import jax
+
+            jax.config.update("jax_enable_x64", True)
+        import keras
+
+        import fastweights.keras as fw
+
+        self.keras, self.fw, self.backend = keras, fw, keras.backend.backend()
+
+    def make(self, kind, arguments, dtype, weights):
+        layer = getattr(self.fw, kind)(**arguments, dtype=dtype)
+        self.fw.import_parameters(layer, weights)
+        return lambda x, state=None, cotangents=None, **how: self.run(layer, kind, x, state, cotangents, how)
+
+    def weights(self, kind, arguments, weights):
+        layer = getattr(self.fw, kind)(**arguments)
+        self.fw.import_parameters(layer, weights)
+        return self.fw.export_parameters(layer)
+
+    def array(self, a):
+        return None if a is None else self.keras.ops.convert_to_tensor(a, dtype=str(a.dtype))
+
+    def numpy(self, a):
+        return None if a is None else self.keras.ops.convert_to_numpy(a)
+
+    def run(self, layer, kind, x, state, cotangents, how):
+        inputs = [self.array(a) for a in (x, *(state or ()))]
+        how = {n: self.array(a) for n, a in how.items()}
+
+        def call(inputs, run=layer):
+            given = None if state is None else STATES[kind](*inputs[1:])
+            y, new = run(inputs[0], given, **how)
+            return [y, *parts(new)]
+
+        if cotangents is None:
+            return [self.numpy(a) for a in call(inputs)]
+        pull = {"tensorflow": self.tensorflow, "jax": self.jax, "torch": self.torch}[self.backend]
+        outputs, of_inputs, of_weights = pull(layer, call, inputs, [self.array(c) for c in cotangents])
+        names = [n for n, w in zip(self.fw.export_parameters(layer), layer.weights, strict=True) if w.trainable]
+        grads = [*(g for g, a in zip(of_inputs, inputs, strict=True) if a is not None), *of_weights]
+        names = [*range(len(grads) - len(names)), *names]
+        return [self.numpy(a) for a in outputs], {n: self.numpy(g) for n, g in zip(names, grads, strict=True)}
+
+    def tensorflow(self, layer, call, inputs, cotangents):
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch([a for a in inputs if a is not None])
+            outputs = call(inputs)
+            loss = sum(tf.reduce_sum(a * c) for a, c in zip(outputs, cotangents, strict=True) if a is not None)
+        weights = [w.value for w in layer.trainable_variables]
+        sources = [tf.zeros(()) if a is None else a for a in inputs]
+        of = tape.gradient(loss, [*sources, *weights], unconnected_gradients="zero")
+        return outputs, of[: len(inputs)], of[len(inputs) :]
+
+    def jax(self, layer, call, inputs, cotangents):
+        import jax
+
+        fixed = [w.value for w in layer.non_trainable_variables]
+
+        def run(inputs, weights):
+            return call(inputs, lambda *a, **how: layer.stateless_call(weights, fixed, *a, **how)[0])
+
+        outputs, of = with_gradients(jax, run, (inputs, [w.value for w in layer.trainable_variables]), cotangents)
+        return outputs, *of
+
+    def torch(self, layer, call, inputs, cotangents):
+        import torch
+
+        outputs = call([None if a is None else a.requires_grad_() for a in inputs])
+        loss = sum((a * c).sum() for a, c in zip(outputs, cotangents, strict=True) if a is not None)
+        weights = [w.value for w in layer.trainable_variables]
+        sources = [torch.zeros((), requires_grad=True) if a is None else a for a in inputs]
+        of = torch.autograd.grad(loss, [*sources, *weights], allow_unused=True)
+        of = [torch.zeros_like(a) if g is None else g for a, g in zip([*sources, *weights], of, strict=True)]
+        return [a if a is None else a.detach() for a in outputs], of[: len(inputs)], of[len(inputs) :]
+
+
+@pytest.fixture(scope="module", params=[pytest.param("jax", marks=pytest.mark.xdist_group("flax")), "keras"])
+def framework(request):
+    if request.param not in request.config.getoption("--frameworks").split(","):
+        pytest.skip("test_keras_backend runs it in another process" if request.param == "keras" else "not asked for")
+    return request.getfixturevalue({"jax": "flax", "keras": "keras"}[request.param])
+
+
+@pytest.fixture(scope="module")
+def keras(request):
+    if "keras" not in request.config.getoption("--frameworks").split(","):
+        pytest.skip("test_keras_backend runs it in another process")
+    return Keras()
+
+
+@pytest.fixture(scope="module")
+def flax(request):
+    if "jax" not in request.config.getoption("--frameworks").split(","):
+        pytest.skip("not asked for")
+    found = Flax()
+    found.jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time here
+    yield found
+    found.jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def quiet():
+    """The grid holds cells that warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def compare(framework, rng, kind, arguments, x, *, dtype="float64", carried=0, **how):
+    """The layer of PyTorch and this framework's on the same weights: outputs, states, gradients.
+
+    carried: tokens read before x, whose state is given.
+    """
+    reference = Torch(kind, arguments, dtype)
+    rows = len(how["cu_seqlens"]) - 1 if "cu_seqlens" in how else len(x)
+    state = reference(rng.standard_normal((rows, carried, x.shape[-1])).astype(dtype))[1:] if carried else None
+    shapes = [None if a is None else a.shape for a in reference(x, state, **how)]
+    cotangents = [None if s is None else rng.standard_normal(s).astype(dtype) for s in shapes]
+    want, want_grads = reference(x, state, cotangents=cotangents, **how)
+    layer = framework.make(kind, arguments, dtype, reference.weights)
+    got, got_grads = layer(x, state, cotangents=cotangents, **how)
+    tolerance = {"float64": 1e-9, "float32": 1e-6}[dtype]
+    largest = max(1.0, *(np.abs(g).max() for g in want_grads.values()))  # gradients are held to the largest of them
+    for name, a, b in zip(["y", "memory", "z", "conv"], got, want, strict=False):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert_close(a, b, tolerance, name=name)
+    assert got_grads.keys() == want_grads.keys()
+    for name, b in want_grads.items():
+        assert_close(got_grads[name] / largest, b / largest, tolerance, name=f"gradient of {name}")
+
+
+def assert_split(layer, x, cuts):
+    """One pass equals a pass over the pieces, each from the state that the last one left."""
+    whole, outputs, state = layer(x), [], None
+    for a, b in itertools.pairwise([0, *cuts, x.shape[1]]):
+        y, *state = layer(x[:, a:b], state)
+        outputs.append(y)
+    assert_close(np.concatenate(outputs, 1), whole[0], name="output")
+    for i, (got, want) in enumerate(zip(state, whole[1:], strict=True)):
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert_close(got, want, name=f"state {i}")
