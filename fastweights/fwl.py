@@ -188,8 +188,10 @@ def read(config, ops, p, x, slow, memory):
     return xhat * scale + shift
 
 
-def forward(config, ops, p, x, labels, weights, state=None, *, cu_seqlens=None, logits=True):
+def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=None, cu_seqlens=None, logits=True):
     """FWLOutput for x (B, T, D), labels (B, T) and weights (B, T); without logits, only losses."""
+    if previous_label is not None:
+        state = learn_waiting(config, ops, p, previous_label, state)
     slow = slow_pass(config, ops, p, x)
     slow_loss, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], labels)
     share = weights / normalization(config, ops, weights, cu_seqlens)
@@ -211,21 +213,33 @@ def forward(config, ops, p, x, labels, weights, state=None, *, cu_seqlens=None, 
 
 def step(config, ops, p, x, label, weight, state):
     """(logits (B, V), state) for one token x (B, D).  label, weight (B,): of the token before it."""
-    old, share = state.pending[:, None], (weight * state.waiting / config.normalizer)[:, None]
-    slow = slow_pass(config, ops, p, old)
-    _, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], label[:, None])
-    written = write(config, ops, p, old, slow, dn * ops.cast(share, dn)[..., None])
+    written, how = waiting(config, ops, p, label, weight, state)
     after = [None, None, None]
 
     def memory(i, q):
-        answer, after[i] = remember(config, ops, q, *written[i], state[i], writes=share > 0,
-                                    ages=state.waiting[:, None], read="after")  # fmt: skip
+        answer, after[i] = remember(config, ops, q, *written[i], state[i], read="after", **how)
         return answer
 
     x = x[:, None]
     n = read(config, ops, p, x, slow_pass(config, ops, p, x), memory)
     logits = ops.matmul(n, p["unembed"]) + p["unembed_bias"]
     return logits[:, 0], FWLState(*after, x[:, 0], ops.xp.ones_like(state.waiting))
+
+
+def learn_waiting(config, ops, p, label, state):
+    """The state once the tokens that wait in it have been learned.  label (B,): theirs."""
+    written, how = waiting(config, ops, p, label, ops.xp.ones_like(state.waiting), state)
+    after = [remember(config, ops, k, k, v, S, **how)[1] for (k, v), S in zip(written, state[:3], strict=True)]
+    return FWLState(*after, state.pending, ops.xp.zeros_like(state.waiting))
+
+
+def waiting(config, ops, p, label, weight, state):
+    """What the tokens that wait in the state write, and `writes` and `ages` of `remember`.  label, weight (B,)."""
+    old, share = state.pending[:, None], (weight * state.waiting / config.normalizer)[:, None]
+    slow = slow_pass(config, ops, p, old)
+    _, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], label[:, None])
+    written = write(config, ops, p, old, slow, dn * ops.cast(share, dn)[..., None])
+    return written, dict(writes=share > 0, ages=state.waiting[:, None])
 
 
 def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seqlens=None):
@@ -332,6 +346,19 @@ def check_state(config, state, sequences, inputs):
     if got[1:] != expected[1:] or (got[0] != expected[0] and None not in (got[0], expected[0])):
         why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"
         raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: {why}")
+
+
+def check_previous(config, previous_label, state):
+    """Raise unless a waiting token can be learned: there is a state, and the size of its step is known."""
+    if state is None:
+        raise FastWeightError("previous_label is given without a state; expected both: it is the label of the token "
+                              "that waits in the state")  # fmt: skip
+    if isinstance(config.normalizer, str):
+        raise FastWeightError(f"normalizer is {config.normalizer!r}; expected a number of tokens for previous_label: "
+                              "the waiting token belongs to another batch")  # fmt: skip
+    if tuple(previous_label.shape) != tuple(state.waiting.shape):
+        raise FastWeightError(f"previous_label has shape {tuple(previous_label.shape)}; expected "
+                              f"{tuple(state.waiting.shape)}: one per sequence")  # fmt: skip
 
 
 def check_values(config, smallest, largest, worst):

@@ -1,76 +1,17 @@
 """Fast Weight Layers in PyTorch against the brute-force oracle: a slow forward with explicitly updated parameters."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
+from fwl_oracle import SIZE, B, D, T, V, double, make, oracle, problem, steps_of  # noqa: F401
 from oracle import assert_close
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fastweights import FastWeightError
-from fastweights.fwl import STEPS, FWLState
-from fastweights.torch import DynamicEvaluation, FWLBlock, head, make_labels
-
-B, T, D, SIZE, V = 2, 9, 3, 4, 5
-FAST = STEPS  # parameter tensors that adapt, in the order of `steps`
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def problem(B=B, T=T):
-    tokens = torch.randint(V, (B, T))
-    labels, weights = make_labels(tokens)
-    weights[0, 2] = 0.5  # weights need not be 0 or 1
-    return torch.randn(B, T, D), labels, weights
-
-
-def make(**how):
-    block = FWLBlock(SIZE, V, how.pop("attn_chunks", 2), inputs=D, step_size=0.5, **how)
-    with torch.no_grad():  # every step its own
-        block.steps.mul_(torch.linspace(0.6, 1.4, len(STEPS)))
-        block.bias1.normal_()
-        block.bias2.normal_()
-        block.shift.normal_()
-    return block
-
-
-def slow_forward(block, p, x):
-    h = torch.relu(x @ p["dense1"] + p["bias1"]) ** 2 @ p["dense2"] + p["bias2"]
-    n = nn.functional.layer_norm(h, (SIZE,), p["scale"], p["shift"], block.config.eps)
-    return n @ block.unembed + block.unembed_bias
-
-
-def oracle(block, x, labels, weights, normalizer, steps):
-    """Logits of token t: the slow forward with parameters minus steps times gradients of the losses before t."""
-    out = torch.empty(*x.shape[:2], V)
-    for i in range(x.shape[0]):
-        p = {n: getattr(block, n).detach().requires_grad_() for n in FAST}
-        losses = nn.functional.cross_entropy(slow_forward(block, p, x[i]), labels[i], reduction="none")
-        for t in range(x.shape[1]):
-            total = (losses[:t] * weights[i, :t]).sum() / normalizer[i]
-            grads = torch.autograd.grad(total, list(p.values()), retain_graph=True, allow_unused=True)
-            now = {n: q if g is None else q - steps[n] * g for (n, q), g in zip(p.items(), grads, strict=True)}
-            out[i, t] = slow_forward(block, now, x[i, t : t + 1])[0]
-    return out.detach()
-
-
-def steps_of(block):
-    steps = dict(zip(FAST, block.steps.detach(), strict=True))
-    if not block.config.fast_bias:
-        steps |= dict(bias1=torch.zeros(()), bias2=torch.zeros(()))
-    if block.config.shared_norm_step:
-        steps["shift"] = steps["scale"]
-    return steps
+from fastweights.fwl import FWLState
+from fastweights.torch import FWLBlock, fast_weight, make_labels
+from fastweights.torch.fwl import _padded
 
 
 @pytest.mark.parametrize("form", [dict(), dict(fast_bias=False, shared_norm_step=True)], ids=["tensorflow", "jax"])
@@ -138,80 +79,6 @@ def test_first_order_cuts_the_gradient_of_the_updates_alone():
     assert not torch.allclose(full.dense1.grad, cut.dense1.grad)
 
 
-def test_loss_without_logits_has_the_same_gradients(monkeypatch):
-    """Also when the vocabulary is cut into blocks of one or two words."""
-    x, labels, weights = problem()
-    block = make()
-    out = block.run(x, labels, weights)
-    want = torch.autograd.grad((out.loss * weights).sum() / weights.sum(), list(block.parameters()))
-    for words in (1, 2, V):
-        monkeypatch.setattr(head, "BLOCK", words * B * T)
-        got = torch.autograd.grad(block.loss(x, labels, weights), list(block.parameters()))
-        for a, b in zip(got, want, strict=True):
-            assert_close(a.numpy(), b.numpy())
-
-
-def test_loss_never_holds_the_logits(monkeypatch):
-    """With 50 blocks no tensor as large as a tenth of the logits is made, forwards or backwards."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    vocabulary, tokens = 5000, 64
-    monkeypatch.setattr(head, "BLOCK", tokens * 100)
-    block = FWLBlock(4, vocabulary, inputs=D)
-    x, labels = torch.randn(1, tokens, D), torch.randint(vocabulary, (1, tokens))
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(t, torch.Tensor):
-                    largest[0] = max(largest[0], t.numel())
-            return out
-
-    with Watch():
-        block.loss(x, labels, torch.ones(1, tokens)).backward()
-    assert largest[0] <= tokens * vocabulary / 10
-    assert largest[0] >= 4 * vocabulary  # the gradient of the embedding: the watch sees tensors
-
-
-STREAMING = [dict(), dict(decay=0.9), dict(rule="delta"), dict(decay=0.8, clip=0.1, rule="delta")]
-
-
-@pytest.mark.parametrize("how", STREAMING, ids=str)
-def test_token_by_token_equals_the_parallel_pass(how):
-    block = make(normalizer=6.0, **how)
-    x, labels, weights = problem()
-    weights = (weights > 0).double()
-    want = block.run(x, labels, weights)
-    state, logits = block.init_state(B), []
-    for t in range(T):
-        y, state = block.step(x[:, t], labels[:, t - 1] if t else None, state)
-        logits.append(y)
-    assert_close(torch.stack(logits, 1).detach().numpy(), want.logits.detach().numpy())
-    for name, a, b in zip(FWLState._fields, state, want.state, strict=True):
-        assert_close(a.detach().numpy(), b.detach().numpy(), name=name)
-
-
-@pytest.mark.parametrize("how", STREAMING, ids=str)
-def test_states_go_on_fork_and_resume(how, tmp_path):
-    """Prefill five tokens in parallel, save the state, then stream the rest from two copies of it."""
-    block = make(normalizer=6.0, **how)
-    x, labels, _ = problem()
-    whole = block.run(x, labels, torch.cat([torch.ones(B, T - 1), torch.zeros(B, 1)], 1)).logits
-    known = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]).expand(B, 5)  # the label of the fifth is not known yet
-    state = block.run(x[:, :5], labels[:, :5], known).state
-    save_file({n: t.detach().contiguous() for n, t in state._asdict().items()}, tmp_path / "state.safetensors")
-    for copy in (state, FWLState(**load_file(tmp_path / "state.safetensors"))):
-        fork = copy
-        for t in range(5, T):
-            y, fork = block.step(x[:, t], labels[:, t - 1], fork)
-            assert_close(y.detach().numpy(), whole[:, t].detach().numpy())
-    rest = block.run(x[:, 5:], labels[:, 5:], torch.ones(B, T - 5),
-                     state=block.run(x[:, :5], labels[:, :5], torch.ones(B, 5)).state)  # fmt: skip
-    assert_close(rest.logits.detach().numpy(), whole[:, 5:].detach().numpy())
-
-
 def test_a_constant_normalizer_is_causal_and_ignores_neighbours():
     block = make(normalizer=6.0)
     x, labels, weights = problem()
@@ -247,6 +114,16 @@ def test_padding_changes_nothing():
     more = torch.randn(1, 3, D), torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3)
     padded = [torch.cat([a, b], 1) for a, b in zip((x, labels, weights), more, strict=True)]
     assert_close(block(*padded)[:, :6].detach().numpy(), want.detach().numpy())
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+def test_keys_filled_up_change_nothing(rule):
+    """What a GPU runs."""
+    q, k, v = torch.randn(2, 9, 1, 5), torch.randn(2, 9, 1, 5) / 5, torch.randn(2, 9, 1, 3)
+    how = dict(rule=rule, read="before", chunk_size=4)
+    for state in (None, torch.randn(2, 1, 5, 3)):
+        for a, b in zip(_padded(q, k, v, state, 3, **how), fast_weight(q, k, v, state=state, **how), strict=True):
+            assert_close(a.numpy(), b.numpy())
 
 
 def test_tied_unembedding_is_shared():
@@ -331,84 +208,3 @@ def test_other_errors():
         FWLBlock(SIZE, V, unembed=nn.Parameter(torch.zeros(SIZE, V)))
     with pytest.raises(FastWeightError, match="inputs is not known yet; expected FWLBlock"):
         FWLBlock(SIZE, V).init_state(2)
-
-
-def documents(n, length=96, words=8, vocabulary=32, seed=0):
-    """Each document has its own few words and its own order of them: after a word always comes the same next one."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for _ in range(n):
-        cycle = torch.randperm(vocabulary, generator=generator)[:words]
-        jump = torch.rand(length, generator=generator) < 0.1
-        where, row = 0, []
-        for t in range(length):
-            where = int(torch.randint(words, (), generator=generator)) if jump[t] else (where + 1) % words
-            row.append(cycle[where])
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def test_documents_with_their_own_vocabulary_are_learned_while_reading():
-    """A body that sees one token cannot know the document; fast weights and dynamic evaluation learn it."""
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
-    body, block = nn.Embedding(32, 32), FWLBlock(32, 32, inputs=32, normalizer=1.0, step_size=0.1)
-    optimizer = torch.optim.Adam([*body.parameters(), *block.parameters()], lr=3e-3)
-    train = documents(512)
-    for step in range(150):
-        tokens = train[torch.randint(512, (16,), generator=torch.Generator().manual_seed(step))]
-        labels, weights = make_labels(tokens)
-        out = block.run(body(tokens), labels, weights)
-        loss = ((out.loss + out.slow_loss) * weights).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    held_out = documents(8, seed=1)
-    labels, weights = make_labels(held_out)
-    with torch.no_grad():
-        out = block.run(body(held_out), labels, weights)
-        fast, static = ((x * weights).sum() / weights.sum() for x in (out.loss, out.slow_loss))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.block = body, block
-
-        def forward(self, tokens):
-            return self.block.slow_logits(self.body(tokens))
-
-    dynamic = []
-    with DynamicEvaluation(Model(), lr=0.3, segment=4) as evaluation:
-        for row in held_out:
-            evaluation.reset()
-            dynamic.append(evaluation.run(row[None]).mean)
-    dynamic = sum(dynamic) / len(dynamic)
-    assert static > 3.0  # a little under log 32 = 3.47
-    assert dynamic < static - 1.5, (float(static), dynamic)
-    assert fast < static - 2.0, (float(static), float(fast))
-
-
-def test_kernels_of_the_head_match_its_plain_form():
-    """Under Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
-    code = """
-import torch
-from fastweights.torch import head
-torch.manual_seed(0)
-n, E, c = (torch.randn(s, requires_grad=True) for s in ((13, 8), (8, 3001), (3001,)))
-y = torch.randint(3001, (13,))
-head.BLOCK = 13 * 1500  # three blocks, the last one of a single word
-def run():
-    loss, r = head.head(n, E, c, y)
-    both = torch.autograd.grad((loss * torch.arange(13)).sum() + r.sin().sum(), (n, E, c))
-    return loss, r, *both, *torch.autograd.grad(head.loss(n, E, c, y).sum(), (n, E, c))
-plain = run()
-used = []
-head._on_gpu = lambda z: used.append(1) or True
-for a, b in zip(run(), plain, strict=True):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-assert len(used) == 12
-"""
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
-                          text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr

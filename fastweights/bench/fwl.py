@@ -1,6 +1,7 @@
 """`fastweights bench fwl`: what a Fast Weight Layer costs, forward+backward of the training loss.
 
-On a GPU: the block alone beside its slow head alone, at the sizes the published code was measured at. On a CPU: a
+On a GPU: the block alone beside its slow head alone, at the sizes the published code was measured at. "float32" makes
+products in full float32, "tf32" as JAX does on such a GPU unless told otherwise, "bfloat16" is autocast. On a CPU: a
 training step of a causal Transformer of six layers with a linear head, and with a Fast Weight Layer.
 """
 
@@ -20,6 +21,10 @@ Shape = tuple[int, int, int, int, int]  # batch, tokens, width of the body, size
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "cuda": ((4, 2048, 512, 512, 32000), (4, 4096, 768, 768, 50257)),
     "cpu": ((2, 512, 512, 256, 4096),),
+}
+PUBLISHED = {  # the published JAX block on an H200, default float32, 16 chunks: milliseconds, temporary GiB
+    (4, 2048, 512, 512, 32000): (19.5, 5.04),
+    (4, 4096, 768, 768, 50257): (130.3, 12.58),
 }
 SMOKE: tuple[Shape, ...] = ((2, 12, 8, 8, 20),)
 TOLERANCE = {"float32": 1e-5, "tf32": 5e-3, "bfloat16": 5e-2}
@@ -132,20 +137,22 @@ def run(shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats
 def show(results: Sequence[Result], device: str, console: Console) -> None:
     what = "the block alone" if device == "cuda" else "a training step of a six-layer Transformer"
     table = new_table(f"Fast Weight Layer, {what}, forward+backward, ms on {device}")
-    for heading in ("B,T,D,size,V", "", "slow head", "fast weight layer", "ratio", "temporary GiB", "error"):
+    for heading in ("B,T,D,size,V", "", "slow head", "fast weight layer", "ratio", "temporary", "error", "published"):
         table.add_column(heading, justify="right")
     for r in results:
         slow, fast = (milliseconds(t) for t in r.timings.values())
         noisy = "~" if any(t.noisy for t in r.timings.values()) else ""
-        peak = f"{r.peak['fast weight layer'] / 2**30:.2f}" if r.peak else ""
+        peak = f"{r.peak['fast weight layer'] / 2**30:.2f} GiB" if r.peak else ""
         shape = ",".join(map(str, r.shape))
-        table.add_row(shape, r.precision, slow, fast, f"{noisy}{r.ratio:.2f}", peak, f"{r.error:.0e}")
+        published = "{} ms, {} GiB".format(*PUBLISHED[r.shape]) if r.peak and r.shape in PUBLISHED else ""
+        table.add_row(shape, r.precision, slow, fast, f"{noisy}{r.ratio:.2f}", peak, f"{r.error:.0e}", published)
     console.print(table)
 
 
 def payload(results: Sequence[Result]) -> list[dict[str, object]]:
     return [
         {"shape": r.shape, "precision": r.precision, "error": r.error, "ratio": r.ratio, "peak_bytes": r.peak,
+         "published_ms_gib": PUBLISHED.get(r.shape) if r.peak else None,
          **{name: timing_dict(t) for name, t in r.timings.items()}}
         for r in results
     ]  # fmt: skip

@@ -26,7 +26,7 @@ from fastweights.lm.training import Objective, make_optimizer, to_batch
 from fastweights.torch import nn
 
 TRAIN: dict[str, Any] = dict(model="delta", head="linear")
-LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 SMOKE_TRAIN: dict[str, Any] = TRAIN | dict(dim=16, heads=2, depth=1, length=32, batch=2)
 SMOKE_LENGTHS = (64, 128)
 TOLERANCE = 1e-4  # of the loss

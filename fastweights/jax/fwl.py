@@ -115,20 +115,27 @@ class FWLBlock(nn.Module):
         weights: Array,
         state: FWLState | None = None,
         *,
+        previous_label: Array | None = None,
         cu_seqlens: Array | None = None,
         logits: bool = True,
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document.  cu_seqlens: documents packed into one row.
+        state: from an earlier call, to go on with the same document.
+        previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
+            first, with weight 1. When absent, it is forgotten: give known labels their weight.
+        cu_seqlens: documents packed into one row.
         logits: False leaves them None and holds a block of the vocabulary at a time.
         """
         x, labels, weights = self._checked(x, labels, weights)
         cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
         if state is not None:
             fwl.check_state(self.config, state, len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[-1])
+        if previous_label is not None:
+            previous_label = self._previous(jnp.asarray(previous_label), state)
         return fwl.forward(
-            self.config, OPS, self._weights(x), x, labels, weights, state, cu_seqlens=cu_seqlens, logits=logits
+            self.config, OPS, self._weights(x), x, labels, weights, state, previous_label=previous_label,
+            cu_seqlens=cu_seqlens, logits=logits,
         )  # fmt: skip
 
     def loss(self, x: Array, labels: Array, weights: Array, *, cu_seqlens: Array | None = None) -> Array:
@@ -201,6 +208,11 @@ class FWLBlock(nn.Module):
         """x in the dtype of the computation."""
         x = jnp.asarray(x)
         return x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
+
+    def _previous(self, label, state):
+        """The labels of waiting tokens, checked."""
+        fwl.check_previous(self.config, label, state)
+        return self._checked(state.pending[:, None], label[:, None], jnp.ones_like(state.waiting)[:, None])[1][:, 0]
 
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""

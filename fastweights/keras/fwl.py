@@ -138,12 +138,16 @@ class FWLBlock(keras.layers.Layer):
         weights: Tensor,
         state: FWLState | None = None,
         *,
+        previous_label: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         logits: bool = True,
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document.  cu_seqlens: documents packed into one row.
+        state: from an earlier call, to go on with the same document.
+        previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
+            first, with weight 1. When absent, it is forgotten: give known labels their weight.
+        cu_seqlens: documents packed into one row.
         logits: False leaves them None and holds a block of the vocabulary at a time.
         """
         x, labels, weights = self._checked(x, labels, weights)
@@ -153,8 +157,11 @@ class FWLBlock(keras.layers.Layer):
             if cu_seqlens is not None:
                 sequences = None if cu_seqlens.shape[0] is None else cu_seqlens.shape[0] - 1
             fwl.check_state(self.config, state, sequences, x.shape[-1])
+        if previous_label is not None:
+            previous_label = self._previous(ops.convert_to_tensor(previous_label), state)
         return fwl.forward(
-            self.config, OPS, self._weights(), x, labels, weights, state, cu_seqlens=cu_seqlens, logits=logits
+            self.config, OPS, self._weights(), x, labels, weights, state, previous_label=previous_label,
+            cu_seqlens=cu_seqlens, logits=logits,
         )  # fmt: skip
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -234,6 +241,11 @@ class FWLBlock(keras.layers.Layer):
         if not self.built:
             self.build(tuple(x.shape))
         return x
+
+    def _previous(self, label, state):
+        """The labels of waiting tokens, checked."""
+        fwl.check_previous(self.config, label, state)
+        return self._checked(state.pending[:, None], label[:, None], ops.ones_like(state.waiting)[:, None])[1][:, 0]
 
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""

@@ -1,4 +1,4 @@
-"""Cross-entropy of an output embedding, a block of the vocabulary at a time: logits are never held whole.
+"""Cross-entropy of an output embedding, a block of logits at a time: they are never held whole.
 
 With logits z = n E + c, p = softmax(z) and y the label: loss = log sum exp z - z_y, and its gradient at n is
 r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated. For upstream gradients `of_loss` of the loss
@@ -6,6 +6,9 @@ and `of_r` of r, with the mean m = r + E_y,
 
     dz_v = p_v (of_loss + E_v . of_r - m . of_r) - [v = y] of_loss
     dn = dz E^T,    dE = n^T dz + of_r^T (p - [v = y]),    dc = sum dz
+
+The forward takes some tokens and all words at a time, so that the softmax is whole; the backward all tokens and some
+words, so that the gradient of a word is. Letters: N tokens, V words, E as words (V, size), one row per word.
 """
 
 from functools import cache
@@ -14,85 +17,150 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-BLOCK = 2**25  # logits held at a time
+BLOCK = {"cpu": 2**25, "cuda": 2**27}  # logits held at a time
+ALIGNED = 64  # words are filled up to a multiple of it on a GPU, whose matrix units want aligned rows
+
+
+def rows(E: Tensor, c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """E (size, V) as words (V, size) and c (V,), filled up with words that no token means."""
+    missing = -E.shape[1] % ALIGNED if E.is_cuda else 0
+    if on_gpu(E) and not E.mT.is_contiguous() and not torch.is_grad_enabled():
+        from fastweights.torch.kernels import head as kernels
+
+        words = kernels.rows(E, missing, dtype)
+    else:
+        words = E.to(dtype).mT.contiguous()
+        words = torch.nn.functional.pad(words, (0, 0, 0, missing)) if missing else words
+    c = torch.nn.functional.pad(c, (0, missing), value=-torch.inf) if missing else c
+    return words, c.to(dtype)
+
+
+def score(
+    n: Tensor, words: Tensor, c: Tensor, labels: Tensor, of_loss: Tensor, *, gradient: bool, learn: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(log sum exp z (N,), dn, dwords, dc): gradients of sum(of_loss * loss), those asked for.
+
+    gradient: at n, in the dtype of n;  learn: of words and c too, in float32 or wider.
+    """
+    log_sum = torch.empty_like(of_loss)
+    dn = torch.empty_like(n) if gradient else None
+    dwords, dc = (torch.zeros_like(x, dtype=of_loss.dtype) if learn else None for x in (words, c))
+    for a, b in _blocks(n, len(n), len(words)):
+        z = torch.addmm(c, n[a:b], words.mT)
+        _log_sum(z, log_sum[a:b])
+        if dn is None:
+            continue
+        parts = _gradient(z, None, log_sum[a:b], of_loss[a:b], of_loss[a:b], labels[a:b], 0, sums=learn)
+        torch.mm(z, words, out=dn[a:b])
+        if dwords is not None and dc is not None:
+            _add_product(dwords, z.mT, n[a:b])
+            dc += parts.sum(0)
+        del z
+    return log_sum, dn, dwords, dc
+
+
+def losses(n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
+    """log sum exp z - z_y (N,)."""
+    return log_sum - _at_label(n, words, labels, c=c)
+
+
+def score_backward(
+    n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor, r: Tensor | None,
+    of_loss: Tensor | None, of_r: Tensor | None, dwords: Tensor, dc: Tensor,
+) -> Tensor:  # fmt: skip
+    """dn (N, size) in float32 or wider, and the gradients of words and c added to dwords and dc, in place."""
+    wide, N, both = log_sum.dtype, len(n), n
+    offset = of_loss = torch.zeros_like(log_sum) if of_loss is None else of_loss.to(wide).contiguous()
+    if of_r is not None and r is not None:
+        of_r = of_r.contiguous()
+        offset = of_loss - _at_label(of_r, words, labels, r=r)
+        both = torch.cat([n, of_r])
+    dn, parts = torch.zeros_like(n, dtype=wide), []
+    for a, b in _blocks(n, len(words), len(both)):
+        block = torch.empty(len(both), b - a, dtype=n.dtype, device=n.device)
+        torch.addmm(c[a:b], n, words[a:b].mT, out=block[:N])
+        if of_r is not None:
+            torch.mm(of_r, words[a:b].mT, out=block[N:])
+        e = None if of_r is None else block[N:]
+        parts.append(_gradient(block[:N], e, log_sum, offset, of_loss, labels, a, sums=True))
+        _add_product(dn, block[:N], words[a:b])
+        _add_product(dwords[a:b], block.mT, both)
+        del block, e
+    dc += torch.cat(parts, 1).sum(0)
+    return dn
 
 
 class Head(torch.autograd.Function):
-    """(loss (N,), r (N, size), log sum exp z (N,)) for n (N, size), E (size, V), c (V,), labels (N,).
+    """(loss (N,), r (N, size), log sum exp z (N,)) for n (N, size), words (V, size), c (V,), labels (N,).
 
     r is empty when not wanted.
     """
 
     @staticmethod
-    def forward(n, E, c, labels, want_r):
-        wide = torch.float64 if n.dtype == torch.float64 else torch.float32
-        top = torch.full(labels.shape, -torch.inf, dtype=wide, device=n.device)
-        total, mean = torch.zeros_like(top), torch.zeros(n.shape if want_r else 0, dtype=wide, device=n.device)
-        words = E.mT.contiguous()  # rows are words: blocks of them are aligned, whatever the vocabulary
-        for a, b in _blocks(n, E):
-            p = torch.addmm(c[a:b], n, words[a:b].mT)
-            p, shrink = _softmax_block(p, top, total)
-            if want_r:
-                mean.mul_(shrink[:, None]).add_(p @ words[a:b])
-        mine = words.index_select(0, labels)
-        at_label = (n.to(wide) * mine.to(wide)).sum(1) + c.index_select(0, labels).to(wide)
-        log_sum = top + total.log()
-        r = (mean / total[:, None] - mine).to(n.dtype) if want_r else n.new_empty(0)
-        return log_sum - at_label, r, log_sum
+    def forward(n, words, c, labels, want_r):
+        ones = torch.ones(labels.shape, dtype=_wide(n), device=n.device)
+        log_sum, r, _, _ = score(n, words, c, labels, ones, gradient=want_r, learn=False)
+        return losses(n, words, c, labels, log_sum), n.new_empty(0) if r is None else r, log_sum
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        n, E, c, labels, ctx.want_r = inputs
+        n, words, c, labels, ctx.want_r = inputs
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(n, E, c, labels, output[1], output[2])
+        ctx.save_for_backward(n, words, c, labels, output[1], output[2])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, of_loss, of_r, _):
-        n, E, c, labels, r, log_sum = ctx.saved_tensors
-        wide = log_sum.dtype
-        of_loss = torch.zeros_like(log_sum) if of_loss is None else of_loss.to(wide).contiguous()
-        offset = of_loss
-        words = E.mT.contiguous()
-        if of_r is not None:
-            mean = r + words.index_select(0, labels)
-            offset = offset - (mean.to(wide) * of_r.to(wide)).sum(1)
-        dn, dwords, dc = torch.zeros(n.shape, dtype=wide, device=n.device), torch.empty_like(words), torch.empty_like(c)
-        for a, b in _blocks(n, E):
-            dz = torch.addmm(c[a:b], n, words[a:b].mT)
-            residual = None if of_r is None else of_r @ words[a:b].mT
-            dz, residual = _gradient_block(dz, residual, log_sum, offset, of_loss, labels, a)
-            dn += dz @ words[a:b]
-            dc[a:b] = dz.sum(0)
-            torch.mm(dz.mT, n, out=dwords[a:b])
-            if residual is not None:
-                dwords[a:b].addmm_(residual.mT, of_r)
-        return dn.to(n.dtype), dwords.mT, dc, None, None
+        n, words, c, labels, r, log_sum = ctx.saved_tensors
+        dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
+        dn = score_backward(n, words, c, labels, log_sum, r, of_loss, of_r, dwords, dc)
+        return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
 
 
-def _softmax_block(z, top, total):
-    """(exp(z - top), what shrinks older sums), with top and total updated in place."""
-    if _on_gpu(z):
+def _wide(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _add_product(out, a, b):
+    """out += a b, where out may be wider than a and b."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda and torch.version.cuda and not torch.compiler.is_compiling():  # which does not know this one
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    else:
+        out += a @ b
+
+
+def _at_label(n, words, labels, *, r=None, c=None):
+    """n . (E_y + r) + c_y (N,), without what is None."""
+    if on_gpu(n):
         from fastweights.torch.kernels import head as kernels
 
-        return z, kernels.softmax_block(z, top, total)
-    wide = z.to(top.dtype)
-    new = torch.maximum(top, wide.amax(1))
-    shrink = (top - new).exp_()
-    p = wide.sub_(new[:, None]).exp_()
-    total.mul_(shrink).add_(p.sum(1))
-    top.copy_(new)
-    return p.to(z.dtype), shrink
+        return kernels.at_label(n, words, labels, r, c)
+    mine = words.index_select(0, labels).to(_wide(n))
+    dots = (n * (mine if r is None else mine + r)).sum(1)
+    return dots if c is None else dots + c.index_select(0, labels)
 
 
-def _gradient_block(z, e, log_sum, offset, of_loss, labels, first):
-    """(dz, p - [v = y]) from the logits z and e = of_r E of a block whose first word is `first`."""
-    if _on_gpu(z):
+def _log_sum(z, out):
+    if on_gpu(z):
         from fastweights.torch.kernels import head as kernels
 
-        kernels.gradient_block(z, e, log_sum, offset, of_loss, labels, first)
-        return z, e
+        kernels.log_sum(z, out)
+    else:
+        torch.logsumexp(z.to(out.dtype), 1, out=out)
+
+
+def _gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
+    """From the logits z and e = E of_r of a block whose first word is `first`: z becomes dz and e p - [v = y].
+
+    Returns the sum of dz over tokens, if asked for, in parts (any number, words).
+    """
+    if on_gpu(z):
+        from fastweights.torch.kernels import head as kernels
+
+        return kernels.gradient(z, e, log_sum, offset, of_loss, labels, first, sums=sums)
     p = z.to(log_sum.dtype).sub_(log_sum[:, None]).exp_()
     dz = p * (offset[:, None] if e is None else offset[:, None] + e.to(p.dtype))
     here = (labels >= first) & (labels < first + z.shape[1])
@@ -100,8 +168,9 @@ def _gradient_block(z, e, log_sum, offset, of_loss, labels, first):
     dz.index_put_(at, -of_loss[here], accumulate=True)
     if e is not None:
         p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
-        e = p.to(z.dtype)
-    return dz.to(z.dtype), e
+        e.copy_(p)
+    z.copy_(dz)
+    return dz.sum(0, keepdim=True) if sums else None
 
 
 @cache
@@ -109,26 +178,30 @@ def _triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _on_gpu(z):
-    return z.is_cuda and z.dtype != torch.float64 and _triton()
+def on_gpu(x: Tensor) -> bool:
+    """Whether the kernels run on x."""
+    return x.is_cuda and x.dtype != torch.float64 and _triton()
 
 
-def _blocks(n, E):
-    width = max(1, BLOCK // max(1, len(n)))
-    V = E.shape[1]
-    return [(a, min(a + width, V)) for a in range(0, V, width)]
+def _blocks(like, n, width):
+    """Ranges that cover n, alike in length, of at most BLOCK numbers when each of n is `width` of them."""
+    most = max(1, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, width))
+    length = -(-n // max(1, -(-n // most)))
+    if most >= ALIGNED:
+        length = min(length + -length % ALIGNED, most - most % ALIGNED)
+    return [(a, min(a + length, n)) for a in range(0, n, max(1, length))]
 
 
 def _flat(n: Tensor, E: Tensor, c: Tensor, labels: Tensor):
     if torch.is_autocast_enabled(n.device.type):
         n, E, c = (x.to(torch.get_autocast_dtype(n.device.type)) for x in (n, E, c))
-    return n.flatten(0, -2), E, c, labels.flatten()
+    return n.flatten(0, -2).contiguous(), *rows(E, c, n.dtype), labels.flatten()
 
 
 def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss (...) per token in float32 or wider and its gradient at n (..., size), for labels (...)."""
+    """Loss (...) per token in float32 or wider and its gradient at n (..., size), for E (size, V) and labels (...)."""
     arrays = _flat(n, E, c, labels)
-    with torch.autocast(n.device.type, enabled=False):
+    with torch.autocast(n.device.type, enabled=False), torch.cuda.device_of(n):
         loss, r, _ = Head.apply(*arrays, True)
     return loss.view(labels.shape), r.view(n.shape)
 
@@ -136,5 +209,5 @@ def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
     """Loss (...) per token."""
     arrays = _flat(n, E, c, labels)
-    with torch.autocast(n.device.type, enabled=False):
+    with torch.autocast(n.device.type, enabled=False), torch.cuda.device_of(n):
         return Head.apply(*arrays, False)[0].view(labels.shape)

@@ -1,65 +1,115 @@
-"""Softmax of a block of logits in one pass each way, for head.py on a GPU."""
+"""Softmax of a block of logits, a pass each way, for head.py on a GPU."""
 
 import torch
 import triton
 import triton.language as tl
 
+ROWS = 128  # tokens a program adds up
+
 
 @triton.jit
-def _forward(z, top, total, shrink, width, stride, BLOCK: tl.constexpr):
+def _log_sum(z, out, width, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # one program: one token's row of the block
     at = z + row * stride
     column = tl.arange(0, BLOCK)
-    old = tl.load(top + row)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    for a in range(0, width, BLOCK):
-        best = tl.maximum(best, tl.load(at + a + column, mask=a + column < width, other=-float("inf")).to(tl.float32))
-    new = tl.maximum(old, tl.max(best, 0))
-    added = tl.zeros([BLOCK], tl.float32)
-    for a in range(0, width, BLOCK):
-        inside = a + column < width
-        p = tl.exp(tl.load(at + a + column, mask=inside, other=-float("inf")).to(tl.float32) - new)
-        added += p
-        tl.store(at + a + column, p.to(z.dtype.element_ty), mask=inside)
-    factor = tl.exp(old - new)
-    tl.store(top + row, new)
-    tl.store(total + row, tl.load(total + row) * factor + tl.sum(added, 0))
-    tl.store(shrink + row, factor)
+    x = tl.load(at + column, mask=column < width, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    total = tl.exp(x - top)
+    for a in range(BLOCK, width, BLOCK):
+        x = tl.load(at + a + column, mask=a + column < width, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - new) + tl.exp(x - new)
+        top = new
+    tl.store(out + row, top + tl.log(tl.sum(total, 0)))
 
 
 @triton.jit
-def _backward(z, e, log_sum, offset, of_loss, label, first, width, stride, HAS_E: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lse, off, ofl, y = (
-        tl.load(log_sum + row),
-        tl.load(offset + row),
-        tl.load(of_loss + row),
-        tl.load(label + row) - first,
-    )
-    column = tl.arange(0, BLOCK)
-    for a in range(0, width, BLOCK):
-        inside = a + column < width
-        at = row * stride + a + column
-        p = tl.exp(tl.load(z + at, mask=inside, other=-float("inf")).to(tl.float32) - lse)
-        hit = a + column == y
-        factor = off
+def _gradient(
+    z, e, sums, log_sum, offset, of_loss, label, first, rows, width, z_stride, e_stride,
+    HAS_E: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # one program: ROWS tokens of BLOCK words
+    inside = column < width
+    added = tl.zeros([R, BLOCK], tl.float32)
+    for i in range(0, ROWS, R):
+        row = tl.program_id(1) * ROWS + i + tl.arange(0, R)
+        real = row < rows
+        lse = tl.load(log_sum + row, mask=real, other=0.0)
+        factor = tl.load(offset + row, mask=real, other=0.0)[:, None]
+        mine = tl.load(of_loss + row, mask=real, other=0.0)
+        hit = column[None, :] == (tl.load(label + row, mask=real, other=-1) - first)[:, None]
+        mask = real[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None] * z_stride + column[None, :]
+        p = tl.exp(tl.load(z + at, mask=mask, other=-float("inf")).to(tl.float32) - lse[:, None])
         if HAS_E:
-            factor = off + tl.load(e + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(e + at, (p - tl.where(hit, 1.0, 0.0)).to(e.dtype.element_ty), mask=inside)
-        dz = p * factor - tl.where(hit, ofl, 0.0)
-        tl.store(z + at, dz.to(z.dtype.element_ty), mask=inside)
+            e_at = row.to(tl.int64)[:, None] * e_stride + column[None, :]
+            factor = factor + tl.load(e + e_at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(e + e_at, (p - tl.where(hit, 1.0, 0.0)).to(e.dtype.element_ty), mask=mask)
+        dz = p * factor - tl.where(hit, mine[:, None], 0.0)
+        tl.store(z + at, dz.to(z.dtype.element_ty), mask=mask)
+        if SUMS:
+            added += tl.where(mask, dz, 0.0)
+    if SUMS:
+        tl.store(sums + tl.program_id(1).to(tl.int64) * width + column, tl.sum(added, 0), mask=inside)
 
 
-def softmax_block(z: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """z (N, width) becomes exp(z - top), with top and total (N,) updated in place; returns what shrinks older sums."""
-    shrink = torch.empty_like(top)
-    if z.numel():
-        _forward[(len(z),)](z, top, total, shrink, z.shape[1], z.stride(0), BLOCK=1024, num_warps=4)
-    return shrink
+@triton.jit
+def _at_label(n, words, label, r, c, out, size, HAS_R: tl.constexpr, HAS_C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    word = tl.load(label + row)
+    x = tl.load(words + word * size + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_R:
+        x += tl.load(r + row * size + column, mask=mask, other=0.0).to(tl.float32)
+    x *= tl.load(n + row * size + column, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(x, 0)
+    if HAS_C:
+        total += tl.load(c + word).to(tl.float32)
+    tl.store(out + row, total)
 
 
-def gradient_block(z, e, log_sum, offset, of_loss, labels, first):
-    """z becomes dz and e, if given, p - [v = y]; see head.py."""
-    if z.numel():
-        _backward[(len(z),)](z, z if e is None else e, log_sum, offset, of_loss, labels, first, z.shape[1], z.stride(0),
-                             HAS_E=e is not None, BLOCK=1024, num_warps=4)  # fmt: skip
+@triton.jit
+def _rows(E, words, V, all_words, size, word_stride, feature_stride, BLOCK: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = feature.to(tl.int64)[:, None] * feature_stride + word[None, :] * word_stride
+    x = tl.load(E + at, mask=(feature < size)[:, None] & (word < V)[None, :], other=0.0)
+    at = word[:, None] * size + feature[None, :]
+    mask = (feature < size)[None, :] & (word < all_words)[:, None]
+    tl.store(words + at, tl.trans(x).to(words.dtype.element_ty), mask=mask)
+
+
+def log_sum(z: torch.Tensor, out: torch.Tensor) -> None:
+    """out (N,) becomes log sum exp of z (N, width)."""
+    _log_sum[(len(z),)](z, out, z.shape[1], z.stride(0), BLOCK=4096, num_warps=4)
+
+
+def gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
+    """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for; see head.py."""
+    N, width = z.shape
+    R, block, warps = (4, 512, 8) if z.element_size() == 4 else (8, 512, 4) if e is None else (4, 1024, 4)  # measured
+    grid = triton.cdiv(width, block), triton.cdiv(N, ROWS)
+    parts = torch.empty(grid[1], width, dtype=log_sum.dtype, device=z.device) if sums else log_sum
+    other = z if e is None else e
+    _gradient[grid](z, other, parts, log_sum, offset, of_loss, labels, first, N, width, z.stride(0), other.stride(0),
+                    HAS_E=e is not None, SUMS=sums, ROWS=ROWS, R=R, BLOCK=block, num_warps=warps)  # fmt: skip
+    return parts if sums else None
+
+
+def at_label(n, words, labels, r, c):
+    """n . (E_y + r) + c_y (N,), without what is None."""
+    out = torch.empty(len(n), device=n.device)
+    _at_label[(len(n),)](n, words, labels, n if r is None else r, n if c is None else c, out, n.shape[1],
+                         HAS_R=r is not None, HAS_C=c is not None, BLOCK=triton.next_power_of_2(n.shape[1]),
+                         num_warps=2)  # fmt: skip
+    return out
+
+
+def rows(E: torch.Tensor, missing: int, dtype: torch.dtype) -> torch.Tensor:
+    """E (size, V) as words (V + missing, size), the missing ones 0."""
+    size, V = E.shape
+    words = torch.empty(V + missing, size, dtype=dtype, device=E.device)
+    grid = triton.cdiv(len(words), 64), triton.cdiv(size, 64)
+    _rows[grid](E, words, V, len(words), size, E.stride(1), E.stride(0), BLOCK=64)
+    return words

@@ -1,0 +1,203 @@
+"""The training loss of a plain Fast Weight Layer (sum rule; no decay, clipping or packing), all of it by hand.
+
+The mathematics is that of fastweights/fwl.py, which runs every other case. Autograd would keep every step of the slow
+pass, its backward and the fast pass, and go through each of them once more; here matrix products have the shapes that
+matrix units like, the loss's own gradient is made while its logits are there, and what is kept is named below.
+
+With M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s, sums(v)_t = sum_{s<t} v_s and step sizes e, the fast pass is
+
+    h~ = h + M([x 1], [e x, e], -g1)                       a~ = relu(h~)^2
+    y~ = a~ W2 + b2 + M(a~, a, -e g2) - sums(e g2)         n~ = norm(y~) (scale - sums(e dn xhat)) + shift - sums(e dn)
+
+Rows are tokens, (B * T, width). A variable `of_x` is the gradient of x.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.torch import fwl_passes, head
+
+
+class Shape(NamedTuple):
+    """B sequences of n chunks of C tokens, padded at their ends."""
+
+    B: int
+    n: int
+    C: int
+
+    @classmethod
+    def of(cls, B: int, T: int, C: int) -> "Shape":
+        n = max(1, -(-T // C))
+        C = max(1, -(-T // n))
+        return cls(B, n, C + -C % 8)
+
+    @property
+    def length(self) -> int:
+        return self.n * self.C
+
+    def chunks(self, x: Tensor) -> Tensor:
+        return x.view(self.B * self.n, self.C, x.shape[-1])
+
+
+def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -> Tensor:
+    """The mean loss for parameters p, x (B, T, D), labels, weights and share = weights / normaliser, all (B, T)."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p["dense1"].dtype
+    steps = p["steps"]
+    if config.shared_norm_step:
+        steps = torch.cat([steps[:5], steps[4:5]])
+    if not config.fast_bias:
+        steps = steps * steps.new_tensor([1, 0, 1, 0, 1, 1])
+    chunk = config.chunk_size(x.shape[1], x.shape[2], config.hidden_width)
+    if x.is_cuda and config.attn_chunks is None:
+        chunk *= 2  # fewer, larger products, and half as many memories to keep
+    shape = Shape.of(x.shape[0], x.shape[1], chunk)
+    missing = shape.length - x.shape[1]
+    if missing:
+        labels, weights, share = (torch.nn.functional.pad(a, (0, missing)) for a in (labels, weights, share))
+    labels, weights, share = labels.flatten(), weights.flatten(), share.flatten()
+    names = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
+    with torch.autocast(device, enabled=False), torch.cuda.device_of(x):
+        return Loss.apply(x, *(p[name] for name in names), steps, p["unembed"], p["unembed_bias"], labels, weights,
+                          share, shape, dtype, config)  # fmt: skip
+
+
+class Loss(torch.autograd.Function):
+    """See above."""
+
+    @staticmethod
+    def forward(ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype,
+                config):  # fmt: skip
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        (T, D), learn = x.shape[1:], any(ctx.needs_input_grad)
+        passes = passes_for(x, dtype)
+        ctx.rest = shape, T, D, E.shape[1], config, [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)]
+        weights, share, e, scale, shift = (y.to(wide) for y in (weights, share, steps, scale, shift))
+        x1, k1 = passes.inputs(x, shape.length, e, dtype)
+        W1, b1, W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
+
+        h = torch.addmm(b1, x1[:, :D], W1)
+        a = passes.square(h)
+        xhat, rstd, features = passes.normal(torch.addmm(b2, a, W2), scale, shift, config.eps)
+        words, c = head.rows(E, c, dtype)
+        log_sum, r, _, _ = head.score(features, words, c, labels, torch.ones_like(weights), gradient=True, learn=False)
+
+        g2, v2, changes = passes.slow_gradient(r, share, xhat, rstd, scale, e)
+        u = g2 @ W2.mT
+        v1 = passes.gate(u, h, -2.0)
+        memory1, A1, S1 = read_before(shape, passes, x1, k1, v1)
+        h_fast, a_fast = passes.add_square(h, memory1)
+        memory2, A2, S2 = read_before(shape, passes, a_fast, a, v2)
+        ones = torch.ones(shape.C, shape.C, dtype=dtype, device=x.device).tril_(-1)
+        within, before, _ = sums(shape, passes, ones, changes)
+        xhat_fast, rstd_fast, scale_fast, features_fast = passes.fast_normal(
+            memory2.addmm_(a_fast, W2), b2, within, before, scale, shift, config.eps
+        )
+        log_sum_fast, of_features, dwords, dc = head.score(features_fast, words, c, labels, weights, gradient=learn,
+                                                           learn=learn)  # fmt: skip
+        losses = head.losses(features_fast, words, c, labels, log_sum_fast)
+        total = weights.sum().clamp(min=1e-8)
+        ctx.save_for_backward(x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share,
+                              g2, u, v1, A1, S1, h_fast, a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast,
+                              of_features, dwords, dc, total, e, ones)  # fmt: skip
+        return (losses * weights).sum() / total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, of):
+        with torch.autocast(of.device.type, enabled=False):
+            return _backward(ctx, of)
+
+
+def _backward(ctx, of):
+    (x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share, g2, u, v1, A1, S1, h_fast,
+     a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast, of_features, dwords, dc, total, e,
+     ones) = ctx.saved_tensors  # fmt: skip
+    shape, T, D, V, config, dtypes = ctx.rest
+    passes, size, ratio = passes_for(h, h.dtype), config.size, of / total
+
+    # the fast pass
+    three = passes.fast_backward(of_features, ratio, xhat_fast, rstd_fast, scale_fast)
+    within, after, (of_b2, of_scale, of_shift) = sums(shape, passes, ones.mT, three, reverse=True)
+    of_y = three[:, :size]
+    of_a_fast, of_a, of_v2 = read_before_backward(shape, passes, of_y, a_fast, a, v2, A2, S2)
+    of_W2 = (a_fast.mT @ of_y).to(e.dtype)
+    of_h = passes.gate(of_a_fast.addmm_(of_y, W2.mT), h_fast, 2.0, out=of_a_fast)
+    of_x, of_k1, of_v1 = read_before_backward(shape, passes, of_h, x1, k1, v1, A1, S1)
+    dwords, dc = dwords * ratio, dc * ratio
+
+    # what the gradients, as values, were made of
+    of_u = passes.gate(of_v1, h, -2.0)
+    dots = torch.empty(len(h), 6, dtype=e.dtype, device=e.device)
+    of_r, of_xhat, of_std, scales = passes.slow_second(of_u @ W2, of_v2, within, after, r, share, xhat, rstd, g2, scale,
+                                                       e, dots)  # fmt: skip
+    of_x = passes.inputs_backward(of_x, of_k1, x1, e, D, dots, keys=not config.first_order)
+    if not config.first_order:
+        of_W2 += of_u.mT @ g2
+        del of_u, of_k1, three, within
+        of_features = head.score_backward(features, words, c, labels, log_sum, r, None, of_r, dwords, dc)
+        three = passes.slow_backward(of_xhat, of_features, of_std, scales, xhat, rstd, scale)
+        of_y = three[:, :size]
+        more = three.sum(0, dtype=e.dtype).split(size)
+        of_b2, of_scale, of_shift = (y + z for y, z in zip((of_b2, of_scale, of_shift), more, strict=True))
+        of_W2 += a.mT @ of_y
+        passes.total(of_h, of_v1, u, of_a.addmm_(of_y, W2.mT), h)
+    of_W1 = x1.mT @ of_h
+    of_x = of_x.addmm_(of_h, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
+    found = (of_x, of_W1[:D], of_W1[D], of_W2, of_b2, of_scale, of_shift)
+    found = [y.to(d) for y, d in zip(found, dtypes, strict=True)]
+    return *found, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 6
+
+
+def passes_for(x: Tensor, dtype: torch.dtype) -> Any:
+    """The module of elementwise passes for x."""
+    if not head.on_gpu(x) or dtype == torch.float64:
+        return fwl_passes
+    from fastweights.torch.kernels import fwl
+
+    return fwl
+
+
+def read_before(shape: Shape, passes: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """M(q, k, v), and what its backward needs: A (within chunks) and S (B * n, K, V), the memory before each chunk."""
+    rows = len(q)
+    q, k, v = (shape.chunks(x) for x in (q, k, v))
+    A = torch.bmm(q, k.mT).tril_(-1)
+    o, S = torch.bmm(A, v), q.new_empty(0)
+    if shape.n > 1:
+        S = torch.bmm(k.mT, v)
+        passes.exclusive(S.view(shape.B, shape.n, -1), False)
+        o.baddbmm_(q, S)
+    return o.view(rows, -1), A, S
+
+
+def read_before_backward(shape, passes, do, q, k, v, A, S):
+    """Gradients of q, k and v."""
+    rows = len(q)
+    do, q, k, v = (shape.chunks(x) for x in (do, q, k, v))
+    P = torch.bmm(do, v.mT).tril_(-1)
+    dq, dk, dv = torch.bmm(P, k), torch.bmm(P.mT, q), torch.bmm(A.mT, do)
+    if shape.n > 1:
+        dq.baddbmm_(do, S.mT)
+        dS = torch.bmm(q.mT, do)
+        passes.exclusive(dS.view(shape.B, shape.n, -1), True)
+        dk.baddbmm_(v, dS.mT)
+        dv.baddbmm_(k, dS)
+    return dq.view(rows, -1), dk.view(rows, -1), dv.view(rows, -1)
+
+
+def sums(
+    shape: Shape, passes: Any, ones: Tensor, v: Tensor, reverse: bool = False
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """sums(v) for v (N, 3 size) in two parts: within chunks, and (B * n, 3 size) of all chunks before.
+
+    ones: a triangle of them.  In reverse, of the tokens and chunks after.  Also the sum of all, in three.
+    """
+    chunks = shape.chunks(v)
+    within = torch.bmm(ones.expand(len(chunks), -1, -1), chunks)
+    whole = chunks.sum(1, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
+    every = whole.sum(0).split(v.shape[1] // 3)
+    passes.exclusive(whole.view(shape.B, shape.n, -1), reverse)
+    return within.view(v.shape), whole, every

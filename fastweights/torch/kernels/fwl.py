@@ -1,0 +1,285 @@
+"""The passes of fwl_passes.py, each once through memory. Programs are a block of numbers, or a row (a token)."""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+
+
+@triton.jit
+def _load(x, at, mask):
+    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(x, at, value, mask):
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _inputs(x, e, rows, keys, T, length, D, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    t = row % length
+    value = _load(x + (row // length * T + t) * D, column, column < tl.where(t < T, D, 0))
+    value = tl.where(column == D, 1.0, value).to(rows.dtype.element_ty).to(tl.float32)
+    mask = column < width
+    _store(rows + row * width, column, value, mask)
+    _store(keys + row * width, column, value * tl.where(column < D, tl.load(e), tl.load(e + 1)), mask)
+
+
+@triton.jit
+def _inputs_backward(of_q, of_k, rows, e, of_x, dots, D, width, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    k = _load(of_k + row * width, column, column < D)
+    tl.store(dots + row * 6, tl.sum(k * _load(rows + row * width, column, column < D), 0))
+    tl.store(dots + row * 6 + 1, tl.load(of_k + row * width + D).to(tl.float32))
+    x = _load(of_q + row * width, column, column < D)
+    if KEYS:
+        x += k * tl.load(e)
+    _store(of_x + row * D, column, x, column < D)
+
+
+@triton.jit
+def _square(h, change, a, numbers, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numbers
+    x = _load(h, at, mask)
+    if ADD:
+        x = (x + _load(change, at, mask)).to(change.dtype.element_ty).to(tl.float32)
+        _store(change, at, x, mask)
+    r = tl.maximum(x, 0.0)
+    _store(a, at, r * r, mask)
+
+
+@triton.jit
+def _gate(x, h, out, factor, numbers, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numbers
+    _store(out, at, factor * tl.maximum(_load(h, at, mask), 0.0) * _load(x, at, mask), mask)
+
+
+@triton.jit
+def _total(y, of_v, u, of_a, h, numbers, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numbers
+    r = _load(h, at, mask)
+    change = r * _load(of_a, at, mask) - _load(u, at, mask) * _load(of_v, at, mask)
+    _store(y, at, _load(y, at, mask) + tl.where(r > 0, 2.0 * change, 0.0), mask)
+
+
+@triton.jit
+def _exclusive(S, n, numbers, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numbers
+    S += tl.program_id(1).to(tl.int64) * n * numbers
+    stride = numbers.to(tl.int64)
+    if REVERSE:
+        S += (n - 1) * stride
+        stride = -stride
+    total = tl.zeros([BLOCK], tl.float32)
+    x = _load(S, at, mask)
+    for _ in range(n - 1):
+        following = _load(S + stride, at, mask)  # ahead of the store
+        _store(S, at, total, mask)
+        total += x
+        x = following
+        S += stride
+    _store(S, at, total, mask)
+
+
+@triton.jit
+def _back(of_xhat, xhat, rstd, size):
+    return (of_xhat - tl.sum(of_xhat, 0) / size - xhat * (tl.sum(of_xhat * xhat, 0) / size)) * rstd
+
+
+@triton.jit
+def _normal(y, bias, within, chunks, scale, shift, xhat, rstd, fast_scale, features, C, size, y_stride, eps,
+            FAST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    x = _load(y + row * y_stride, column, mask)
+    s, b = _load(scale, column, mask), _load(shift, column, mask)
+    if FAST:
+        within += row * 3 * size
+        chunks += row // C * 3 * size
+        x += _load(bias, column, mask) - _load(within, column, mask) - _load(chunks, column, mask)
+        s -= _load(within + size, column, mask) + _load(chunks + size, column, mask)
+        b -= _load(within + 2 * size, column, mask) + _load(chunks + 2 * size, column, mask)
+        _store(fast_scale + row * size, column, s, mask)
+    x = tl.where(mask, x - tl.sum(x, 0) / size, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+    x *= inverse
+    tl.store(rstd + row, inverse)
+    _store(xhat + row * size, column, x, mask)
+    _store(features + row * size, column, x * s + b, mask)
+
+
+@triton.jit
+def _slow_gradient(r, share, xhat, rstd, scale, e, g, v, changes, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    x = _load(xhat + row * size, column, mask)
+    dn = _load(r + row * size, column, mask) * tl.load(share + row)
+    gradient = _back(dn * _load(scale, column, mask), x, tl.load(rstd + row), size)
+    _store(g + row * size, column, gradient, mask)
+    _store(v + row * size, column, -gradient * tl.load(e + 2), mask)
+    changes += row * 3 * size
+    _store(changes, column, gradient * tl.load(e + 3), mask)
+    _store(changes + size, column, dn * x * tl.load(e + 4), mask)
+    _store(changes + 2 * size, column, dn * tl.load(e + 5), mask)
+
+
+@triton.jit
+def _fast_backward(of, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    x = _load(xhat + row * size, column, mask)
+    features = _load(of + row * size, column, mask) * tl.load(ratio)
+    out += row * 3 * size
+    _store(out, column, _back(features * _load(scale + row * size, column, mask), x, tl.load(rstd + row), size), mask)
+    _store(out + size, column, features * x, mask)
+    _store(out + 2 * size, column, features, mask)
+
+
+@triton.jit
+def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std, of_scale, dots,
+                 C, size, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    at = row * size + column
+    within += row * 3 * size
+    chunks += row // C * 3 * size
+    added0 = _load(within, column, mask) + _load(chunks, column, mask)
+    added1 = _load(within + size, column, mask) + _load(chunks + size, column, mask)
+    added2 = _load(within + 2 * size, column, mask) + _load(chunks + 2 * size, column, mask)
+    x, gradient, value, s = _load(xhat, at, mask), _load(g, at, mask), _load(of_v, at, mask), _load(scale, column, mask)
+    part = tl.load(share + row)
+    dn = _load(r, at, mask) * part
+    e2, e3, e4, e5 = tl.load(e + 2), tl.load(e + 3), tl.load(e + 4), tl.load(e + 5)
+    of_q = (_load(of_g, at, mask) - value * e2 - added0 * e3) * tl.load(rstd + row)
+    along = tl.sum(x * of_q, 0) / size
+    of_dxhat = of_q - tl.sum(of_q, 0) / size - x * along
+    back = -tl.sum(dn * s * x, 0) / size * of_q - dn * s * along - added1 * dn * e4
+    _store(of_r, at, (of_dxhat * s - added1 * x * e4 - added2 * e5) * part, mask)
+    _store(of_xhat, at, back, mask)
+    _store(of_scale, at, of_dxhat * dn, mask)
+    tl.store(of_std + row, -tl.sum(of_q * gradient, 0))
+    tl.store(dots + row * 6 + 2, -tl.sum(value * gradient, 0))
+    tl.store(dots + row * 6 + 3, -tl.sum(added0 * gradient, 0))
+    tl.store(dots + row * 6 + 4, -tl.sum(added1 * dn * x, 0))
+    tl.store(dots + row * 6 + 5, -tl.sum(added2 * dn, 0))
+
+
+@triton.jit
+def _slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    at = row * size + column
+    x, features = _load(xhat, at, mask), _load(of_features, at, mask)
+    y = _back(_load(of_xhat, at, mask) + features * _load(scale, column, mask), x, tl.load(rstd + row), size)
+    out += row * 3 * size
+    _store(out, column, y + x * (tl.load(of_std + row) / size), mask)
+    _store(out + size, column, features * x + _load(of_scale, at, mask), mask)
+    _store(out + 2 * size, column, features, mask)
+
+
+def inputs(x, length, e, dtype):
+    B, T, D = x.shape
+    width = D + 1 + -(D + 1) % 8
+    rows, keys = (torch.empty(B * length, width, dtype=dtype, device=x.device) for _ in range(2))
+    _inputs[(len(rows),)](x.contiguous(), e, rows, keys, T, length, D, width, **_wide(width))
+    return rows, keys
+
+
+def inputs_backward(of_q, of_k, rows, e, D, dots, keys):
+    of_x = torch.empty(len(of_q), D, dtype=of_q.dtype, device=of_q.device)
+    _inputs_backward[(len(of_q),)](of_q, of_k, rows, e, of_x, dots, D, rows.shape[1], KEYS=keys, **_wide(D))
+    return of_x
+
+
+def square(h):
+    a = torch.empty_like(h)
+    _square[(triton.cdiv(h.numel(), BLOCK),)](h, h, a, h.numel(), ADD=False, BLOCK=BLOCK)
+    return a
+
+
+def add_square(h, change):
+    a = torch.empty_like(h)
+    _square[(triton.cdiv(h.numel(), BLOCK),)](h, change, a, h.numel(), ADD=True, BLOCK=BLOCK)
+    return change, a
+
+
+def gate(x, h, factor, out=None):
+    out = torch.empty_like(h) if out is None else out
+    _gate[(triton.cdiv(h.numel(), BLOCK),)](x, h, out, factor, h.numel(), BLOCK=BLOCK)
+    return out
+
+
+def total(y, of_v, u, of_a, h):
+    _total[(triton.cdiv(h.numel(), BLOCK),)](y, of_v, u, of_a, h, h.numel(), BLOCK=BLOCK)
+
+
+def exclusive(S, reverse):
+    B, n, size = S.shape
+    _exclusive[(triton.cdiv(size, 1024), B)](S, n, size, REVERSE=reverse, BLOCK=1024)
+
+
+def normal(y, scale, shift, eps):
+    xhat, features, rstd = torch.empty_like(y), torch.empty_like(y), _row(y)
+    _normal[(len(y),)](y, y, y, y, scale, shift, xhat, rstd, y, features, 1, y.shape[1], y.stride(0), eps,
+                       FAST=False, **_wide(y.shape[1]))  # fmt: skip
+    return xhat, rstd, features
+
+
+def fast_normal(y, bias, within, before, scale, shift, eps):
+    xhat, features, fast_scale, rstd = torch.empty_like(y), torch.empty_like(y), torch.empty_like(y), _row(y)
+    _normal[(len(y),)](y, bias, within, before, scale, shift, xhat, rstd, fast_scale, features,
+                       len(y) // len(before), y.shape[1], y.stride(0), eps, FAST=True, **_wide(y.shape[1]))  # fmt: skip
+    return xhat, rstd, fast_scale, features
+
+
+def slow_gradient(r, share, xhat, rstd, scale, e):
+    g, v, changes = torch.empty_like(r), torch.empty_like(r), _three(r)
+    _slow_gradient[(len(r),)](r, share, xhat, rstd, scale, e, g, v, changes, r.shape[1], **_wide(r.shape[1]))
+    return g, v, changes
+
+
+def fast_backward(of, ratio, xhat, rstd, scale):
+    out = _three(of)
+    _fast_backward[(len(of),)](of, ratio, xhat, rstd, scale, out, of.shape[1], **_wide(of.shape[1]))
+    return out
+
+
+def slow_second(of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, dots):
+    of_r, of_xhat, of_scale, of_std = torch.empty_like(r), torch.empty_like(r), torch.empty_like(r), _row(r)
+    _slow_second[(len(r),)](of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std,
+                            of_scale, dots, len(r) // len(after), r.shape[1], **_wide(r.shape[1]))  # fmt: skip
+    return of_r, of_xhat, of_std, of_scale
+
+
+def slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale):
+    out = _three(of_xhat)
+    _slow_backward[(len(out),)](of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, out, xhat.shape[1],
+                                **_wide(xhat.shape[1]))  # fmt: skip
+    return out
+
+
+def _row(y):
+    return torch.empty(len(y), device=y.device)
+
+
+def _three(y):
+    return torch.empty(len(y), 3 * y.shape[1], dtype=y.dtype, device=y.device)
+
+
+def _wide(size):
+    block = triton.next_power_of_2(size)
+    return dict(BLOCK=block, num_warps=max(1, min(16, block // 256)))

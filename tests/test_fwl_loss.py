@@ -1,0 +1,195 @@
+"""The hand-written loss of a Fast Weight Layer: the oracle's loss, exact gradients, kernels equal to plain passes."""
+
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from fwl_oracle import SIZE, B, D, T, V, double, make, oracle, problem, steps_of  # noqa: F401
+from oracle import assert_close
+from torch import nn
+
+from fastweights import fwl
+from fastweights.torch import FWLBlock, fwl_loss, head
+from fastweights.torch.fwl import OPS
+
+FORMS = [
+    dict(),
+    dict(fast_bias=False, shared_norm_step=True, normalizer="sequence"),
+    dict(normalizer=5.0, hidden=6, bias=False, attn_chunks=None),
+    dict(first_order=True, attn_chunks=1),
+]
+
+
+def general(block, x, labels, weights):
+    """The loss through fwl.py and autograd."""
+    out = block.run(x, labels, weights, logits=False)
+    return (out.loss * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("normalizer", ["batch", "sequence", 7.0])
+def test_is_the_loss_of_the_brute_force_logits(normalizer):
+    block = make(normalizer=normalizer)
+    x, labels, weights = problem()
+    per_row = {"batch": weights.sum().expand(B), "sequence": weights.sum(1)}.get(normalizer, torch.full((B,), 7.0))
+    logits = oracle(block, x, labels, weights, per_row, steps_of(block))
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(B, T)
+    want = (losses * weights).sum() / weights.sum()
+    assert_close(block.loss(x, labels, weights).detach().numpy(), want.numpy())
+
+
+@pytest.mark.parametrize("how", FORMS[:3], ids=str)
+@pytest.mark.parametrize("attn_chunks", [1, 2])
+def test_gradients_are_exact_to_second_order(how, attn_chunks):
+    block = make(**how | dict(attn_chunks=attn_chunks))
+    x, labels, weights = problem(1, 18)
+    names = [n for n, _ in block.named_parameters()]
+    values = [p.detach().clone().requires_grad_() for p in block.parameters()]
+
+    def run(x, *p):
+        parameters = dict(unembed_bias=torch.zeros(V)) | dict(zip(names, p, strict=True))
+        share = weights / fwl.normalization(block.config, OPS, weights, None)
+        return fwl_loss.loss(block.config, parameters, x, labels, weights, share)
+
+    torch.autograd.gradcheck(run, [x.requires_grad_(), *values])
+
+
+@pytest.mark.parametrize(("how", "length"), list(product(FORMS, [1, T, 21])), ids=str)
+def test_is_the_general_path(how, length):
+    """Value and gradients of x and of every parameter, whatever the number of chunks and the length."""
+    block = make(**how)
+    x, labels, weights = problem(B, max(length, 3))
+    x, labels, weights = x[:, :length].requires_grad_(), labels[:, :length], weights[:, :length] + 0.1
+    of = [x, *block.parameters()]
+    got, want = (f(x, labels, weights) for f in (block.loss, lambda *a: general(block, *a)))
+    assert_close(got.detach().numpy(), want.detach().numpy())
+    got, want = (torch.autograd.grad(y, of, allow_unused=True) for y in (got, want))
+    for (name, _), a, b in zip([("x", x), *block.named_parameters()], got, want, strict=True):
+        b = torch.zeros_like(a) if b is None else b
+        assert_close(a.numpy(), b.numpy(), name=name)
+
+
+def test_general_path_is_taken_where_the_other_does_not_go(monkeypatch):
+    """And the hand-written one where it does: no option is silently left out."""
+    monkeypatch.setattr(fwl_loss, "loss", lambda *a: torch.zeros(()))
+    x, labels, weights = problem()
+    for how in (dict(decay=0.9), dict(clip=0.1), dict(rule="delta")):
+        assert make(**how).loss(x, labels, weights) != 0
+    assert make().loss(x, labels, weights.requires_grad_()) != 0
+    assert make().loss(x[:1], labels[:1], weights[:1].detach(), cu_seqlens=torch.tensor([0, 4, T])) != 0
+    assert make().loss(x, labels, weights.detach()) == 0
+
+
+def test_backward_twice_and_without_gradients():
+    block = make()
+    x, labels, weights = problem()
+    loss = block.loss(x, labels, weights)
+    one, two = (torch.autograd.grad(loss * s, list(block.parameters()), retain_graph=True) for s in (1.0, 2.0))
+    for a, b in zip(one, two, strict=True):
+        assert_close(2 * a.numpy(), b.numpy())
+    with torch.no_grad():
+        assert_close(block.loss(x, labels, weights).numpy(), loss.detach().numpy())
+
+
+def test_tied_unembedding_has_the_same_gradient():
+    torch.manual_seed(1)
+    embedding = nn.Embedding(V, SIZE)
+    block = FWLBlock(SIZE, V, inputs=D, unembed=embedding.weight, step_size=0.5)
+    x, labels, weights = problem()
+    got, want = (torch.autograd.grad(f(x, labels, weights), embedding.weight)[0]
+                 for f in (block.loss, lambda *a: general(block, *a)))  # fmt: skip
+    assert_close(got.numpy(), want.numpy())
+
+
+def test_kernels_match_the_plain_passes():
+    """Under Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from fastweights.torch import FWLBlock, head
+torch.manual_seed(0)
+x, y, w = torch.randn(2, 21, 6, requires_grad=True), torch.randint(300, (2, 21)), torch.rand(2, 21)
+used = []
+plain_form = head.on_gpu
+for how in (dict(attn_chunks=3), dict(attn_chunks=1, first_order=True, normalizer=4.0)):
+    block = FWLBlock(10, 300, inputs=6, step_size=0.5, **how)
+    def run():
+        loss = block.loss(x, y, w)
+        return loss, *torch.autograd.grad(loss, [x, *block.parameters()])
+    head.on_gpu = plain_form
+    plain = run()
+    head.BLOCK["cpu"] = 20 * 300  # blocks of tokens and of words
+    head.on_gpu = lambda z: used.append(1) or True
+    for a, b in zip(run(), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+assert len(used) > 20
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_loss_without_logits_has_the_same_gradients(monkeypatch):
+    """Also when the vocabulary is cut into blocks of one or two words."""
+    x, labels, weights = problem()
+    block = make()
+    out = block.run(x, labels, weights)
+    want = torch.autograd.grad((out.loss * weights).sum() / weights.sum(), list(block.parameters()))
+    for words in (1, 2, V):
+        monkeypatch.setitem(head.BLOCK, "cpu", words * B * T)
+        got = torch.autograd.grad(block.loss(x, labels, weights), list(block.parameters()))
+        for a, b in zip(got, want, strict=True):
+            assert_close(a.numpy(), b.numpy())
+
+
+def test_loss_never_holds_the_logits(monkeypatch):
+    """With 50 blocks no tensor as large as a tenth of the logits is made, forwards or backwards."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    vocabulary, tokens = 5000, 64
+    monkeypatch.setitem(head.BLOCK, "cpu", tokens * 100)
+    block = FWLBlock(4, vocabulary, inputs=D)
+    x, labels = torch.randn(1, tokens, D), torch.randint(vocabulary, (1, tokens))
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(t, torch.Tensor):
+                    largest[0] = max(largest[0], t.numel())
+            return out
+
+    with Watch():
+        block.loss(x, labels, torch.ones(1, tokens)).backward()
+    assert largest[0] <= tokens * vocabulary / 10
+    assert largest[0] >= 4 * vocabulary  # the gradient of the embedding: the watch sees tensors
+
+
+def test_kernels_of_the_head_match_its_plain_form():
+    """Under Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from fastweights.torch import head
+torch.manual_seed(0)
+n, E, c = (torch.randn(s, requires_grad=True) for s in ((13, 8), (8, 3001), (3001,)))
+y = torch.randint(3001, (13,))
+head.BLOCK["cpu"] = 13 * 1500  # three blocks, the last one of a single word
+def run():
+    loss, r = head.head(n, E, c, y)
+    both = torch.autograd.grad((loss * torch.arange(13)).sum() + r.sin().sum(), (n, E, c))
+    flat = torch.autograd.grad(head.head(n, E, c, y)[1].sum(), (n, E, c))  # a gradient that is expanded, not stored
+    return loss, r, *both, *flat, *torch.autograd.grad(head.loss(n, E, c, y).sum(), (n, E, c))
+plain = run()
+used = []
+head.on_gpu = lambda z: used.append(1) or True
+for a, b in zip(run(), plain, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+assert len(used) > 10
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
