@@ -10,6 +10,7 @@ import pytest
 
 import fastweights
 from fastweights import cli
+from fastweights.bench import cli as bench_cli
 from fastweights.bench import peers
 from fastweights.bench.case import Case, Contestant, our_method
 from fastweights.core import FastWeightError
@@ -91,7 +92,7 @@ def test_info_as_text_without_torch(run, monkeypatch):
 
 
 def test_bench_without_torch_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_cli, "find_spec", lambda name: None)
     code, out, err = run("bench", "--smoke")
     assert (code, out) == (2, "")
     assert err == "Error: bench needs PyTorch, which is not installed; pip install 'fastweights[torch]'\n"
@@ -144,6 +145,30 @@ def test_bench_smoke_prints_tables_and_writes_json(run, monkeypatch, tmp_path):
     content = json.loads(path.read_text())
     assert [entry["rule"] for entry in content["results"]] == ["delta", "delta", "sum", "sum"]
     assert content["results"][0]["left_out"]["fast-transformers"]
+
+
+@pytest.mark.parametrize(
+    ("which", "key"), [("layers", "layers"), ("fwl", "fwl"), ("lm", "lm"), ("decode", "decode"), ("lab", "lab")]
+)
+def test_other_benches_print_tables_and_write_json(run, tmp_path, which, key):
+    path = tmp_path / "numbers.json"
+    code, out, err = run("bench", which, "--smoke", "--json", str(path))
+    assert (code, err) == (0, "")
+    assert f"Written to {path}" in out
+    assert json.loads(path.read_text())[key]
+
+
+def test_bench_lm_compares_only_what_agrees(run, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from fastweights.bench import lm
+
+    monkeypatch.setattr(lm, "TOLERANCE", -1.0)
+    path = tmp_path / "numbers.json"
+    code, out, err = run("bench", "lm", "--smoke", "--json", str(path))
+    assert (code, out) == (1, "")
+    assert "with our delta rule" in err
+    assert "Nothing is reported" in err
+    assert not path.exists()
 
 
 def test_bench_refuses_when_a_contestant_deviates(run, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
     {"__init__"}, {"core"}, {"features", "recurrent", "fwl"}, {"layers"}, {"attention"}, {"torch", "jax", "keras"},
-    {"hf", "lm"}, {"lab", "inspect", "bench"}, {"cli"}, {"__main__"},
+    {"lm"}, {"hf"}, {"lab", "inspect"}, {"bench"}, {"hf_cli"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 
 

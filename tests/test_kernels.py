@@ -77,7 +77,8 @@ def loop(q, k, v, state, beta=None, log_decay=None, *, rule, read):
 def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     """Output, state and every gradient err at most `factor` times as much as plain PyTorch's in the same dtype.
 
-    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form.
+    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form. One
+    rounding of the largest number is always allowed.
     """
     rounded = {n: x.detach().double().cpu().numpy() for n, x in tensors(args, dtype).items()}
     rng = np.random.default_rng(1)
@@ -92,7 +93,7 @@ def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     chunked = everything(*chunked, chunks, do, dS)
     for n in exact:
         error, loops, chunked_error = (np.abs(x[n] - exact[n]).max() for x in (got, plain, chunked))
-        allowed = factor * max(loops, chunked_error)
+        allowed = max(factor * max(loops, chunked_error), torch.finfo(dtype).eps * np.abs(exact[n]).max())
         assert error <= allowed, f"{n}: max error {error:.2e} exceeds {allowed:.2e}, {factor} x plain PyTorch's"
 
 
@@ -101,10 +102,7 @@ def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_outputs_and_gradients(rng, rule, read, decay):
-    args = problem(rng, B=1, T=70, H=2, K=16, V=16, decay=decay)
-    if decay:
-        args["log_decay"] /= 8  # memories that live for some tokens
-    check(args, rule=rule, read=read)
+    check(problem(rng, B=1, T=70, H=2, K=16, V=16, decay=decay), rule=rule, read=read)
 
 
 @runs
@@ -122,6 +120,14 @@ def test_widths_in_half_precision(rng, dtype, K, V):
 
 @runs
 @pytest.mark.parametrize("rule", ["delta", "sum"])
+@pytest.mark.parametrize("dtype, K", [(torch.float32, 160), (HALF[0], 300)])
+def test_keys_too_wide_for_registers(rng, dtype, K, rule):
+    args = problem(rng, B=2, T=70, H=2, K=K, V=16)
+    check(args, dtype, rule=rule, read="after" if rule == "delta" else "before")
+
+
+@runs
+@pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_without_rates(rng, rule):
     args = problem(rng, B=1, T=70, H=2, K=16, V=16, decay=False)
     del args["beta"]
@@ -132,7 +138,7 @@ def test_without_rates(rng, rule):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_keys_that_repeat(rng, dtype):
     """The worst case of the inverse. In half precision the sums that cancel there are rounded: a bound of its own."""
-    args = problem(rng, B=1, T=128, H=1, K=16, V=16, decay=False)
+    args = problem(rng, B=1, T=128, H=4, K=16, V=16, decay=False)
     args["k"] = np.broadcast_to(args["k"][:, :1], args["k"].shape).copy()
     args["beta"][:] = 0.9
     if dtype == torch.float32:
@@ -173,10 +179,7 @@ def test_packed_equals_each_by_itself(rng, rule):
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_segments_in_parallel(rng, monkeypatch, rule, decay):
     monkeypatch.setattr(kernels.segments, "count", lambda *inputs: 2)
-    args = problem(rng, B=2, T=128, H=1, K=16, V=16, decay=decay)
-    if decay:
-        args["log_decay"] /= 8
-    check(args, HALF[0], rule=rule)
+    check(problem(rng, B=2, T=128, H=1, K=16, V=16, decay=decay), HALF[0], rule=rule)
 
 
 @runs
@@ -221,11 +224,9 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch):
 
 
 def test_what_the_kernels_refuse():
-    narrow, wide = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 300)
+    narrow = torch.zeros(1, 2, 1, 16)
     with pytest.raises(FastWeightError, match=r'method="kernel" computes in float32 or less; q is torch\.float64'):
         fast_weight(*[narrow.double()] * 3, method="kernel")
-    with pytest.raises(FastWeightError, match=r"keys of at most 256 features in torch\.bfloat16; q has 300"):
-        fast_weight(*[wide.bfloat16()] * 2, narrow.bfloat16(), method="kernel")
     if not kernels.INTERPRETED:
         with pytest.raises(FastWeightError, match='method="kernel" needs a CUDA device; q is on cpu'):
             fast_weight(narrow, narrow, narrow, method="kernel")

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from fastweights.torch.ops import METHODS, choose, fast_weight
+from fastweights import features
+from fastweights.torch.ops import METHODS, _feature_map, choose, fast_weight, feature_map
 
 Shape = tuple[int, int, int, int, int]
 INPUTS = ("q", "k", "v", "beta")
@@ -17,21 +18,38 @@ INPUTS = ("q", "k", "v", "beta")
 
 @dataclass(frozen=True)
 class Case:
-    """One memory to compute: S and o for random unit queries and keys, always the same ones."""
+    """One memory to compute: S and o for random unit queries and keys, always the same ones.
+
+    With features, K is the width that they are computed from, in the clock, and queries and keys are not normalised.
+    """
 
     rule: str
     shape: Shape
     device: str = "cpu"
     dtype: str = "float32"
+    features: str = "identity"
+    norm: str = "none"
 
     def __str__(self) -> str:
-        return f"{self.rule} rule, {','.join(map(str, self.shape))}, {self.dtype} on {self.device}"
+        mapped = f", {self.features} with {self.norm} norm" if self.mapped else ""
+        return f"{self.rule} rule, {','.join(map(str, self.shape))}{mapped}, {self.dtype} on {self.device}"
+
+    @property
+    def mapped(self) -> bool:
+        return self.features != "identity" or self.norm != "none"
+
+    @property
+    def key_width(self) -> int:
+        """Of what the memory is written with."""
+        return features.parse(self.features).width(self.shape[3])
 
     def tensors(self) -> dict[str, Tensor]:
         """q, k, v, beta (delta rule only, so that every peer of the sum rule computes the same) and the gradient do."""
         B, T, H, K, V = self.shape
         generator = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
-        q, k = torch.nn.functional.normalize(torch.randn(2, B, T, H, K, generator=generator), dim=-1)
+        q, k = torch.randn(2, B, T, H, K, generator=generator)
+        if not self.mapped:
+            q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
         v, do = torch.randn(2, B, T, H, V, generator=generator)
         x = dict(q=q, k=k, v=v, do=do)
         if self.rule == "delta":
@@ -78,12 +96,33 @@ class Contestant:
 
 
 def our_method(method: str, case: Case) -> Contestant:
-    """`fast_weight` with one method."""
+    """`fast_weight` with one method, after `feature_map` where the case has features."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+        if case.mapped:
+            q, k = (feature_map(x, case.features, norm=case.norm) for x in (q, k))
         return fast_weight(q, k, v, beta=beta, rule=case.rule, method=method)  # type: ignore[arg-type]
 
     return Contestant(method, call, peer=False)
+
+
+def composed(contestant: Contestant, case: Case) -> Contestant:
+    """A contestant that knows no features, after theirs in PyTorch's own operators, all in the clock."""
+    phi = features.parse(case.features)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q, k = (_feature_map(x, phi, case.norm, None) for x in (q, k))
+        o, state = contestant.from_native(*contestant.call(*contestant.to_native(q, k, v, beta)))
+        assert o is not None
+        return o, state
+
+    return Contestant(f"eager features, {contestant.name}", call, comparable=contestant.comparable)
+
+
+def eager_method(method: str, case: Case) -> Contestant:
+    """`fast_weight` with one method, after the features in PyTorch's own operators: what others would compose."""
+    alone = Case(case.rule, case.shape, case.device, case.dtype)
+    return composed(our_method(method, alone), case)
 
 
 def our_methods() -> tuple[str, ...]:

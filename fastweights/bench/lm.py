@@ -29,6 +29,7 @@ TRAIN: dict[str, Any] = dict(model="delta", head="linear")
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 SMOKE_TRAIN: dict[str, Any] = TRAIN | dict(dim=16, heads=2, depth=1, length=32, batch=2)
 SMOKE_LENGTHS = (64, 128)
+SMOKE_READ: dict[str, Any] = dict(dim=16, heads=2, depth=1)
 TOLERANCE = 1e-4  # of the loss
 VOCAB = 257
 PAPER = [(preset, vocab) for preset in ("paper-small", "paper-medium") for vocab in (33_278, 267_735)]  # WikiText's
@@ -182,6 +183,11 @@ def show_throughput(found: dict[tuple[str, int], tuple[Timing, int]], device: st
         rate = 1000 * tokens / timing.median
         table.add_row(preset, f"{vocab:,}", milliseconds(timing), f"{tokens:,}", f"{rate:,.0f}")
     console.print(table)
+
+
+def throughput_payload(found: dict[tuple[str, int], tuple[Timing, int]]) -> list[dict[str, Any]]:
+    return [dict(preset=preset, words=vocab, tokens=tokens, tokens_per_second=1000 * tokens / timing.median,
+                 milliseconds=timing_dict(timing)) for (preset, vocab), (timing, tokens) in found.items()]  # fmt: skip
 
 
 def payload(timings: dict[str, Timing], parameters: int, readings: list[Reading]) -> dict[str, Any]:

@@ -8,15 +8,29 @@ import torch
 from torch import Tensor
 
 from fastweights.bench import agree, peers
-from fastweights.bench.case import INPUTS, Case, Contestant, Shape, auto, our_method, our_methods
+from fastweights.bench.case import (
+    INPUTS,
+    Case,
+    Contestant,
+    Shape,
+    auto,
+    composed,
+    eager_method,
+    our_method,
+    our_methods,
+)
 from fastweights.bench.timing import Call, Timing, interleave
 from fastweights.core import FastWeightError
 from fastweights.torch.ops import METHODS
 
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "cpu": ((1, 2048, 4, 64, 64), (1, 4096, 4, 64, 64), (4, 1024, 8, 64, 64), (1, 2048, 4, 128, 128)),
-    "cuda": ((8, 4096, 16, 128, 128), (1, 65536, 16, 128, 128), (32, 2048, 16, 64, 64)),
-}
+    "cuda": (
+        (8, 4096, 16, 128, 128), (32, 2048, 16, 64, 64), (2, 16384, 16, 128, 128), (1, 65536, 16, 128, 128),
+        (4, 2048, 16, 128, 128),
+    ),
+}  # fmt: skip
+PAPER: dict[str, tuple[Shape, ...]] = {"cuda": ((96, 256, 8, 16, 16), (16, 4096, 8, 32, 32))}  # DPFP-3, sum norm, delta
 SMOKE: tuple[Shape, ...] = ((1, 48, 2, 8, 8), (2, 200, 1, 4, 6))  # checked by the loop, and by chunks it vouches for
 PASSES = ("forward", "forward_backward")
 STEPS = 2  # per case: check, time
@@ -34,6 +48,7 @@ class Result:
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     peers: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    extra_bytes: dict[str, int] = field(default_factory=dict)  # peak of forward+backward above the inputs, on a GPU
 
     def speedup(self, name: str, which: str) -> float | None:
         """How many times as fast as the fastest peer that computes the same."""
@@ -42,7 +57,11 @@ class Result:
 
 
 def cases(shapes: Sequence[Shape], rules: Sequence[str], device: str, dtype: str) -> list[Case]:
-    return [Case(rule, shape, device, dtype) for rule in rules for shape in shapes]
+    """Every rule on every shape; on a GPU's own shapes the paper's features too."""
+    asked = [Case(rule, shape, device, dtype) for rule in rules for shape in shapes]
+    if tuple(shapes) == SHAPES[device] and "delta" in rules:
+        asked += [Case("delta", shape, device, dtype, "dpfp-3", "sum") for shape in PAPER.get(device, ())]
+    return asked
 
 
 def run(
@@ -66,7 +85,23 @@ def run(
         advance(f"checking {case}", 1)
     for result, contestants in zip(results, entered, strict=True):
         result.passes = time(result.case, contestants, repeats, advance)
+        if result.case.device == "cuda":
+            result.extra_bytes = peaks(result.case, contestants)
     return results
+
+
+def peaks(case: Case, contestants: Sequence[Contestant]) -> dict[str, int]:
+    """The most memory that forward+backward of each takes above its inputs, on a GPU."""
+    x, found = case.tensors(), {}
+    for contestant in contestants:
+        call = forward_backward(contestant, x)
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        found[contestant.name] = torch.cuda.max_memory_allocated() - before
+    return found
 
 
 def enter(case: Case, methods: Sequence[str], softmax: bool) -> tuple[list[Contestant], dict[str, str]]:
@@ -81,12 +116,14 @@ def enter(case: Case, methods: Sequence[str], softmax: bool) -> tuple[list[Conte
             left_out[method] = reason
         else:
             contestants.append(contestant)
+            if case.mapped:
+                contestants.append(eager_method(method, case))
     for peer in peers.PEERS + ((peers.SOFTMAX,) if softmax else ()):
         found = peer.contestant(case)
         if isinstance(found, str):
             left_out[peer.name] = found
         else:
-            contestants.append(found)
+            contestants.append(composed(found, case) if case.mapped else found)
     return contestants, left_out
 
 

@@ -69,8 +69,10 @@ def _flash_linear_attention(case: Case, name: str) -> Contestant | str:
         )
     if case.dtype == "float32":
         return "its delta rule refuses float32"
-    if case.shape[3] > 256:
+    if case.key_width > 256:
         return "its delta rule refuses keys wider than 256"
+    if case.key_width & (case.key_width - 1):
+        return "its backward dies with an illegal memory access where K is no power of two, and the process with it"
     delta = _load("fla.ops.delta_rule", "chunk_delta_rule")
     if isinstance(delta, str):
         return delta

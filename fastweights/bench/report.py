@@ -45,6 +45,7 @@ def progress(steps: float) -> Iterator[Callable[[str, float], None]]:
 
 NOTES = """\
 x peer   how many times as fast as the fastest peer
+MiB      peak memory of forward+backward above the inputs
 error    largest deviation of outputs, states and gradients from float64,
          over the largest number; "other": not the same function
 ~        noisy: a quarter of the samples lie over 15% from the median"""
@@ -57,10 +58,11 @@ def show(results: Sequence[Result], console: Console) -> None:
         table = new_table(f"{rule} rule, {chosen[0].case.dtype} on {chosen[0].case.device}, milliseconds")
         table.add_column("B,T,H,K[,V]", no_wrap=True)
         table.add_column("", no_wrap=True)
-        for heading in ("forward", "x peer", "forward+\nbackward", "x peer", "error"):
+        extra = any(result.extra_bytes for result in chosen)
+        for heading in ("forward", "x peer", "forward+\nbackward", "x peer", *["MiB"] * extra, "error"):
             table.add_column(heading, justify="right", no_wrap=True)
         for result in chosen:
-            _rows(table, result)
+            _rows(table, result, extra)
         console.print(table)
     for name in dict.fromkeys(name for result in results for name in result.left_out):
         whys = {result.case.rule: result.left_out[name] for result in results if name in result.left_out}
@@ -74,9 +76,11 @@ def new_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False, collapse_padding=True)
 
 
-def _rows(table: Table, result: Result) -> None:
+def _rows(table: Table, result: Result, extra: bool) -> None:
     *shape, K, V = result.case.shape
     place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
+    if result.case.mapped:
+        place += f" {result.case.features}"
     for name in result.passes["forward"]:
         cells = []
         for which in PASSES:
@@ -84,6 +88,8 @@ def _rows(table: Table, result: Result) -> None:
             mark = "~" if any(timings[n].noisy for n in (name, *result.peers)) else ""
             cells += [milliseconds(timings[name]), "" if ratio is None else f"{mark}{ratio:.2f}"]
         error = f"{max(result.errors[name].values()):.0e}" if name in result.errors else "other"
+        if extra:
+            cells.append(f"{result.extra_bytes[name] / 2**20:.0f}" if name in result.extra_bytes else "")
         chosen = name == result.auto
         table.add_row(place, f"{name} (auto)" if chosen else name, *cells, error, style="bold" if chosen else None)
         place = ""
@@ -136,6 +142,7 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
                 "speedup": {which: {n: result.speedup(n, which) for n in result.passes[which]} for which in PASSES},
                 "errors": result.errors,
                 "left_out": result.left_out,
+                "extra_bytes": result.extra_bytes,
             }
             for result in results
         ],

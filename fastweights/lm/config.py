@@ -9,12 +9,12 @@ from fastweights.layers import PRESETS as LAYER_PRESETS
 
 # Name of a model's mixer -> preset of FastWeightAttention and what changes. Without decay or delta rule a memory does
 # not know the order of what it holds; a convolution of four tokens tells it.
-MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
+MIXERS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in LAYER_PRESETS} | {
     "linear": ("linear-transformer", dict(conv=4)),
     "performer": ("performer", dict(conv=4)),
     "delta": ("deltanet", {}),
     "gated-delta": ("gated-deltanet", {}),
-} | {name: (name, {}) for name in LAYER_PRESETS}
+}
 OTHERS = ("transformer", "softmax", "lstm")
 
 # Schlag et al. 2021, but for the norms (theirs follow the blocks) and the vocabulary

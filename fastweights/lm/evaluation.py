@@ -29,11 +29,19 @@ EDGES = (0, 1024, 4096, 16_384, 65_536)  # of the positions that are told apart,
 
 @dataclass(frozen=True)
 class Text:
-    """A document to score: its bytes and its tokens."""
+    """A document to score: its bytes and its tokens.  sizes: bytes of each token, unless the tokenizer says."""
 
     name: str
     data: bytes
     tokens: np.ndarray
+    sizes: np.ndarray | None = None
+
+    def widths(self, lengths: np.ndarray | None) -> np.ndarray:
+        """Bytes of each token, for a tokenizer whose tokens have these lengths."""
+        if self.sizes is not None:
+            return self.sizes
+        assert lengths is not None
+        return lengths[self.tokens]
 
 
 @dataclass(frozen=True)
@@ -126,13 +134,13 @@ def compressors(texts: list[Text]) -> dict[str, int]:
     }
 
 
-def summary(model: LanguageModel, texts: list[Text], scores: list[Score]) -> dict[str, Any]:
-    """All numbers, for the table, the plot and JSON."""
+def summary(model: LanguageModel | None, texts: list[Text], scores: list[Score]) -> dict[str, Any]:
+    """All numbers, for the table, the plot and JSON.  model: may be None when the texts know their tokens' sizes."""
     total = sum(len(t.data) for t in texts)
     tokens = sum(len(t.tokens) for t in texts)
-    ends = [np.cumsum(model.tokenizer.lengths()[t.tokens]) for t in texts]
-    at = np.concatenate([e - model.tokenizer.lengths()[t.tokens] for e, t in zip(ends, texts, strict=True)])
-    sizes = np.concatenate([model.tokenizer.lengths()[t.tokens] for t in texts])
+    widths = [t.widths(None if model is None else model.tokenizer.lengths()) for t in texts]
+    at = np.concatenate([np.cumsum(w) - w for w in widths])
+    sizes = np.concatenate(widths)
     rows = []
     for s in scores:
         nats = np.concatenate(s.losses)
@@ -155,12 +163,15 @@ def _by_position(nats, at, sizes):
     return found
 
 
-def curve(score: Score, texts: list[Text], lengths: np.ndarray, points: int = 24) -> tuple[np.ndarray, np.ndarray]:
+def curve(
+    score: Score, texts: list[Text], lengths: np.ndarray | None, points: int = 24
+) -> tuple[np.ndarray, np.ndarray]:
     """Bits per byte against position in the document, on positions that grow geometrically."""
     longest = max(len(t.data) for t in texts)
     edges = np.unique(np.geomspace(64, max(128, longest), points).astype(int))
-    at = np.concatenate([np.cumsum(lengths[t.tokens]) - lengths[t.tokens] for t in texts])
-    sizes, nats = np.concatenate([lengths[t.tokens] for t in texts]), np.concatenate(score.losses)
+    widths = [t.widths(lengths) for t in texts]
+    at = np.concatenate([np.cumsum(w) - w for w in widths])
+    sizes, nats = np.concatenate(widths), np.concatenate(score.losses)
     where = np.searchsorted(edges, at, side="right")
     bits = np.bincount(where, nats, len(edges) + 1) / math.log(2)
     total = np.bincount(where, sizes, len(edges) + 1)

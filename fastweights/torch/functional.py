@@ -77,6 +77,6 @@ def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     transformed = torch._C._are_functorch_transforms_active()  # vmap has no rule for addcmul_
     if transformed or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
         T = x.shape[1] - len(weight) + 1
-        return sum(weight[j] * x[:, j : j + T] for j in range(len(weight)))
+        return torch.stack([weight[j] * x[:, j : j + T] for j in range(len(weight))]).sum(0)
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return Depthwise.apply(x.to(dtype), weight.to(dtype))

@@ -33,6 +33,7 @@ def fast_weight(
     mask: Tensor | None = None,
     method: Method = "auto",
     chunk_size: int | None = None,
+    out_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Write keys and values into a fast-weight memory and read it with queries, causally.
 
@@ -49,10 +50,11 @@ def fast_weight(
         cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
         method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
-            "kernel", the same in Triton (CUDA; keys of at most 256 features, 128 in float32; no float64); "auto",
-            recurrent for one token, kernel where it can run, and chunked otherwise.
+            "kernel", the same in Triton (CUDA; no float64), one launch for one token without gradients; "auto", kernel
+            where it can run, else recurrent for one token, else chunked. One token with gradients is recurrent.
         chunk_size: tokens per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
             It changes speed alone.
+        out_state: where to write the state after the last token, without gradients: `state` itself to overwrite it.
 
     Returns:
         o (B, T, H, V) in the dtype of v, and the state after the last token, in float32 or wider.
@@ -70,6 +72,7 @@ def fast_weight(
     arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
     core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
     _check_devices(arrays)
+    _check_out_state(out_state, state, arrays)
     if mask is not None:
         q, k, v, beta, log_decay = _masked(mask, q, k, v, beta, log_decay)
     if not torch.compiler.is_compiling() and core.debugging():
@@ -79,22 +82,33 @@ def fast_weight(
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1], dtype=wide)
-    run = METHODS[choose(q) if method == "auto" else method]
+    chosen = method
+    if method == "auto":
+        inputs = (q, k, v, beta, log_decay, state)
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        chosen = choose(q, learning=learning)
     chunk_size = chunk_size or CHUNK_SIZE.get(q.device.type, 64)
-    o, state = run(q, k, v, beta, log_decay, state, cu_seqlens,
-                   delta=rule == "delta", before=read == "before", chunk_size=chunk_size)  # fmt: skip
-    return (o if mask is None else torch.where(mask[..., None, None], o, 0.0)), state
+    how = dict(delta=rule == "delta", before=read == "before", chunk_size=chunk_size)
+    if chosen == "kernel":
+        how["overwrite"] = out_state is not None and out_state is state
+    o, after = METHODS[chosen](q, k, v, beta, log_decay, state, cu_seqlens, **how)
+    if out_state is not None and after is not out_state:
+        after = out_state.copy_(after)
+    return (o if mask is None else torch.where(mask[..., None, None], o, 0.0)), after
 
 
-def choose(q: Tensor) -> Method:
-    """The method "auto" stands for: one token -> recurrent, what the kernels take -> kernel, else chunked."""
-    if q.shape[1] == 1:
-        return "recurrent"
-    if q.is_cuda and HAS_TRITON:
+def choose(q: Tensor, *, learning: bool = True) -> Method:
+    """The method "auto" stands for: kernel where it can run, else recurrent for one token, else chunked.
+
+    learning: whether gradients will be asked for; one token is then recurrent everywhere.
+    """
+    one = q.shape[1] == 1
+    if q.is_cuda and HAS_TRITON and not (one and learning):
         from fastweights.torch import kernels
 
-        return "chunked" if kernels.refusal(q) else "kernel"
-    return "chunked"
+        if not kernels.refusal(q):
+            return "kernel"
+    return "recurrent" if one else "chunked"
 
 
 def _recurrent(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
@@ -136,12 +150,13 @@ def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chun
     return o, state
 
 
-def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
+def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, overwrite=False):
     if not HAS_TRITON:
         raise FastWeightError('method="kernel" needs Triton, which is not installed; pip install triton')
     from fastweights.torch import kernels  # importing Triton costs time
 
-    return kernels.fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, delta=delta, before=before)
+    how = dict(delta=delta, before=before, overwrite=overwrite)
+    return kernels.fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, **how)
 
 
 METHODS = {"recurrent": _recurrent, "chunked": _chunked, "kernel": _kernel}
@@ -152,6 +167,20 @@ def _masked(mask, q, k, v, beta, log_decay):
     q, k, v = (torch.where(mask[..., None, None], x, 0.0) for x in (q, k, v))
     beta, log_decay = (None if x is None else torch.where(mask[..., None], x, 0.0) for x in (beta, log_decay))
     return q, k, v, beta, log_decay
+
+
+def _check_out_state(out_state, state, arrays):
+    if out_state is None:
+        return
+    q, v, cu_seqlens = arrays["q"], arrays["v"], arrays["cu_seqlens"]
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    expected = (sequences, *q.shape[2:], v.shape[-1])
+    if tuple(out_state.shape) != expected or out_state.dtype not in (torch.float32, torch.float64):
+        raise FastWeightError(f"out_state is {out_state.dtype} {tuple(out_state.shape)}; expected float32 {expected}: "
+                              "the state after the last token goes there")  # fmt: skip
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays.values()):
+        raise FastWeightError("out_state is given where gradients are wanted; expected it under torch.no_grad() alone: "
+                              "a backward pass would need the state that is overwritten")  # fmt: skip
 
 
 def _check_devices(arrays):
@@ -171,10 +200,21 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
         projection: (M, d), for "favor-M" alone: `favor_projection(M, d, seed)`.
 
     Returns:
-        (..., width) in the dtype of x, computed in float32 or wider.
+        (..., width) in the dtype of x, computed in float32 or wider; on a GPU with Triton, all but FAVOR+ and "max"
+        in one pass over memory.
     """
+    phi = features.parse(name)
+    if x.is_cuda and HAS_TRITON and projection is None:
+        from fastweights.torch.kernels import features as fused
+
+        if fused.takes(phi, norm, x):
+            return fused.feature_map(x, phi, norm)
+    return _feature_map(x, phi, norm, projection)
+
+
+def _feature_map(x, phi, norm, projection):
+    """`feature_map` in PyTorch's own operators."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if projection is not None:
         projection = torch.as_tensor(projection, dtype=wide, device=x.device)
-    phi = features.parse(name)
     return phi(x.to(wide), torch, functional, norm=norm, projection=projection).to(x.dtype)

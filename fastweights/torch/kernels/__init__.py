@@ -4,29 +4,34 @@ docs/maths.md derives what they compute. Block sizes are fixed by shape and dtyp
 never measures. The operators are registered, so that autograd, torch.compile, vmap and checkpointing know them.
 """
 
-from contextlib import nullcontext
-
 import torch
 import triton
 from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.torch import autograd
-from fastweights.torch.kernels import backward, chunks, forward, inverse, segments
+from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, segments, step
+from fastweights.torch.kernels.launch import on_device_of, register
 from fastweights.torch.layout import bound
 
 INTERPRETED = type(forward._forward).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
-WIDEST_KEY = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # K that fits a program's shared memory
 
 
-def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before):
-    """(o, state), or FastWeightError with the reason why the kernels cannot run these inputs."""
+def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, overwrite=False):
+    """(o, state), or FastWeightError with the reason why the kernels cannot run these inputs.
+
+    overwrite: the new state may take the place of the old one; only a single token does so.
+    """
     if reason := refusal(q):
         raise FastWeightError(f'method="kernel" {reason}')
+    if one_step(q, cu_seqlens) and not needs_gradient(q, k, v, beta, log_decay, state):
+        if overwrite and state.is_contiguous():
+            return step.step_op_(q, k, v, beta, log_decay, state, delta, before), state
+        return step.step_op(q, k, v, beta, log_decay, state, delta, before)
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    save = needs_gradient(*inputs)
     run = Kernel.apply
     if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         # what `apply` itself does then, without binding arguments to defaults: 60 us of a call's 200
@@ -35,19 +40,29 @@ def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before):
     return o, state
 
 
+def one_step(q: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether this is one token of every sequence, narrow enough for a program to hold its memory's rows."""
+    return q.shape[1] == 1 and cu_seqlens is None and q.shape[-1] <= 4096
+
+
+def needs_gradient(*inputs: Tensor | None) -> bool:
+    """Whether autograd, or a transform that may want it, looks on."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
 def refusal(q: Tensor) -> str | None:
     """Why the kernels cannot run on inputs like q, or None."""
-    if q.dtype not in WIDEST_KEY:
+    if q.dtype not in blocks.ON_CHIP:
         return f"computes in float32 or less; q is {q.dtype}"
-    if q.shape[-1] > WIDEST_KEY[q.dtype]:
-        return f"holds keys of at most {WIDEST_KEY[q.dtype]} features in {q.dtype}; q has {q.shape[-1]}"
     if not q.is_cuda and not INTERPRETED:
         return f"needs a CUDA device; q is on {q.device}"
     return None
 
 
 def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
-    """(o, final state, X, u, S): X the inverses, u the written values, S the memory before each row, if saved."""
+    """(o, final state, X, S): X the inverses, S the memory before each row, transposed, if saved."""
     shape, n = v.shape, segments.count(q, cu_seqlens)
     q, k, v, beta, log_decay = segments.cut(n, *contiguous(q, k, v, beta, log_decay))
     state, how = state.contiguous(), dict(delta=delta, before=before, precision=float32_products())
@@ -57,14 +72,13 @@ def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
     X = inverse.inverse(k, beta, log_g, layout, how["precision"]) if delta else None
     if n > 1:
         state = segments.before_each(q, k, v, beta, log_g, X, state, layout, **how)
-    o, state, u, S = forward.walk(q, k, v, beta, log_g, X, state, layout, **how, save=save)
+    o, state, S = forward.walk(q, k, v, beta, log_g, X, state, layout, **how, save=save)
     if n > 1:
         o, state = o.view(shape), state[n - 1 :: n].contiguous()
-        u = u.view(shape) if save and delta else u
-    return o, state, X if save and delta else q.new_empty(0), u, S
+    return o, state, X if save and delta else q.new_empty(0), S
 
 
-def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
+def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
     B, T, n = q.shape[0], q.shape[1], segments.count(q, cu_seqlens)
     do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
@@ -78,7 +92,7 @@ def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, 
         dfinal = torch.zeros_like(state) if dfinal is None else dfinal
         dfinal = segments.after_each(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
-    grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, u, S, D, do, dy, layout, **how)
+    grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, **how)
     if n > 1:
         grads = [None if x is None else x.view(B, T, *x.shape[2:]) for x in grads]
         dstate = dstate[::n].contiguous()
@@ -95,32 +109,27 @@ def scratch(size, alignment, stream):
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def on_device_of(q):
-    """Triton launches on the current device, which need not be that of q."""
-    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
-
-
 def contiguous(*tensors):
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 def saved_shapes(q, v, cu_seqlens, delta):
-    """Shapes of X, u and S that `run_forward` saves."""
+    """Shapes of X and S that `run_forward` saves."""
     (B, T, H, K), V = q.shape, v.shape[-1]
     rows = bound(B, T, chunks.C, cu_seqlens)
-    return (rows, H, chunks.C, chunks.C) if delta else (0,), v.shape if delta else (0,), (rows, H, K, V)
+    return (rows, H, chunks.C, chunks.C) if delta else (0,), (rows, H, V, K)
 
 
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
     cu_seqlens: Tensor | None, delta: bool, before: bool, save: bool,
-) -> autograd.Saved:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with on_device_of(q):
         return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
 
 
 def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
-    shapes = saved_shapes(q, v, cu_seqlens, delta) if save else ((0,),) * 3
+    shapes = saved_shapes(q, v, cu_seqlens, delta) if save else ((0,),) * 2
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         state.new_empty(state.shape),
@@ -130,33 +139,23 @@ def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
 
 def kernel_backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
-    state: Tensor, cu_seqlens: Tensor | None, X: Tensor, u: Tensor, S: Tensor,
+    state: Tensor, cu_seqlens: Tensor | None, X: Tensor, S: Tensor,
     delta: bool, before: bool,
 ) -> autograd.Gradients:  # fmt: skip
     with on_device_of(q):
         if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
-            X, u, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, True)[2:]
-        grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before)
+            X, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, True)[2:]
+        grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before)
     dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
 
-def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
+def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
     like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_decay))
     return *like, *rates, state.new_empty(state.shape)
 
 
-def register(run, fake):
-    """run as the operator fastweights::<its name>. `torch.library.custom_op` would add 0.1 ms to every call."""
-    library.define(run.__name__ + torch.library.infer_schema(run, mutates_args=()))
-    library.impl(run.__name__, run, "CUDA")
-    library.impl(run.__name__, run, "CPU")  # under Triton's interpreter
-    torch.library.register_fake(f"fastweights::{run.__name__}", fake, lib=library)
-    return getattr(torch.ops.fastweights, run.__name__).default
-
-
-library = torch.library.Library("fastweights", "FRAGMENT")
 kernel_op, backward_op = register(kernel, kernel_fake), register(kernel_backward, kernel_backward_fake)
 
 
@@ -189,15 +188,16 @@ class KernelBackward(autograd.ChunkedBackward):
 
     @staticmethod
     def backward(ctx, *second):
-        return autograd.ChunkedBackward.backward(ctx, *second)[:-1]  # one switch fewer: no chunk size
+        return autograd.ChunkedBackward.backward(ctx, *second)[:-2]  # neither u nor a chunk size
 
     @staticmethod
-    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before):
-        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before)
+    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
+        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        autograd.ChunkedBackward.setup_context(ctx, (*inputs, chunks.C), output)
+        *tensors, delta, before = inputs
+        autograd.ChunkedBackward.setup_context(ctx, (*tensors, None, delta, before, chunks.C), output)
 
     @staticmethod
     def vmap(info, in_dims, *args):

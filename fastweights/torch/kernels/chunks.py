@@ -5,13 +5,13 @@ sequence follow each other. Without packing both are arithmetic; packed, two sma
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from fastweights.core import check_offsets
+from fastweights.torch.kernels.launch import start
 
 C = 64  # tokens per chunk
 
@@ -60,29 +60,9 @@ class Layout:
         return self.of_sequence, self.of_row, self.T, self.per, self.tokens
 
 
-_compiled: dict[tuple, object] = {}
-
-
 def launch(kernel, grid, layout, tensors, constants, **options):
-    """kernel[grid](*tensors, *layout, *constants), past Triton's own look-up when these were compiled before.
-
-    That look-up inspects every argument anew, 40 us per launch. What it would find is in the key: dtypes, which
-    pointers are aligned to 16 bytes, which numbers are divisible by 16, and the constants.
-    """
-    tensors, numbers = (*tensors, *layout.arguments[:2]), layout.arguments[2:]
-    found = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-    device = next(x.device for x in tensors if x is not None)
-    key = (kernel, device, found, constants, *((x % 16 == 0, x == 1) for x in numbers), *options.items())
-    arguments = (*tensors, *numbers, *constants)
-    if compiled := _compiled.get(key):
-        compiled[(*grid, 1, 1)[:3]](*arguments)
-    elif compiled := kernel[grid](*arguments, **options):  # none from the interpreter
-        _compiled[key] = compiled
-
-
-def block(width):
-    """The smallest power of two that holds `width`, at least 64."""
-    return max(64, 1 << (width - 1).bit_length())
+    """kernel[grid](*tensors, *layout, *constants)."""
+    start(kernel, grid, (*tensors, *layout.arguments[:2]), layout.arguments[2:], constants, **options)
 
 
 @triton.jit
@@ -115,7 +95,7 @@ def describe(x, tokens, WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr, T
 
 @triton.jit
 def load_tile(x, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
-              C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+              C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr = False):  # fmt: skip
     """x[token : token + C, head, first : first + B] [C, B], zero past the sequence's end and past the width D."""
     if TMA:
         return x.load([token.to(tl.int32), (head * D + first).to(tl.int32)])
@@ -128,7 +108,7 @@ def load_tile(x, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def store_tile(x, value, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
-               C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+               C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr = False):  # fmt: skip
     """The inverse of `load_tile`."""
     if TMA:
         x.store([token.to(tl.int32), (head * D + first).to(tl.int32)], value.to(x.dtype))
@@ -142,7 +122,7 @@ def store_tile(x, value, token, head, first, left, H: tl.constexpr, D: tl.conste
 
 @triton.jit
 def load_block(x, at, row, column, K: tl.constexpr, V: tl.constexpr,
-               BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+               BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr = False):  # fmt: skip
     """x[at, row : row + BK, column : column + BV] of matrices (K, V), zero outside."""
     if TMA:
         return x.load([(at * K + row).to(tl.int32), column])
@@ -154,16 +134,27 @@ def load_block(x, at, row, column, K: tl.constexpr, V: tl.constexpr,
 
 
 @triton.jit
-def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr,
-                BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """The inverse of `load_block`."""
-    if TMA:
-        x.store([(at * K + row).to(tl.int32), column], value.to(x.dtype))
+    d = row + tl.arange(0, BK)
+    e = column + tl.arange(0, BV)
+    mask = (d < K)[:, None] & (e < V)[None, :]
+    tl.store(x + at * K * V + d[:, None] * V + e[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_state(x, value, at, row, V: tl.constexpr, K: tl.constexpr,
+                BV: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """x[at, row : row + BV] of matrices (V, K) from [BV, BK]; by the engine 64 columns at a time, to need less room."""
+    if not TMA:
+        store_block(x, value, at, row, 0, V, K, BV, BK)
+    elif BK == 64:
+        x.store([(at * V + row).to(tl.int32), 0], value)
     else:
-        d = row + tl.arange(0, BK)
-        e = column + tl.arange(0, BV)
-        mask = (d < K)[:, None] & (e < V)[None, :]
-        tl.store(x + at * K * V + d[:, None] * V + e[None, :], value.to(x.dtype.element_ty), mask=mask)
+        tl.static_assert(BK == 128)
+        left, right = tl.split(tl.permute(tl.reshape(value, [BV, 2, 64]), [0, 2, 1]))
+        x.store([(at * V + row).to(tl.int32), 0], left)
+        x.store([(at * V + row).to(tl.int32), 64], right)
 
 
 @triton.jit
@@ -207,7 +198,7 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
         tl.store(beta_rows + target, b, mask=(head < H)[None, :])
     if DECAY:
         a = tl.load(log_decay + source, mask=inside, other=0.0).to(tl.float32)
-        tl.store(log_g + target, tl.cumsum(a, 0), mask=(head < H)[None, :])
+        tl.store(log_g + target, tl.cumsum(a.to(tl.float64), 0).to(tl.float32), mask=(head < H)[None, :])
 
 
 def rates(beta, log_decay, layout, H):
@@ -222,14 +213,3 @@ def rates(beta, log_decay, layout, H):
         _rates, (layout.rows, -(-H // BH)), layout, (beta, log_decay, beta_rows, log_g),
         (H, C, BH, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
     return beta_rows, log_g
-
-
-def copied_by_engine(layout, q, BK, V, BV):
-    """Whether tiles are loaded and stored by Hopper's copy engine: whole chunks, whole blocks, 16-bit numbers."""
-    fits = layout.whole and q.shape[-1] == BK and V % BV == 0 and q.dtype != torch.float32
-    return fits and q.is_cuda and _is_hopper(q.device)
-
-
-@cache
-def _is_hopper(device):
-    return torch.cuda.get_device_capability(device)[0] >= 9

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastweights.torch.kernels import blocks
 from fastweights.torch.kernels.chunks import C, find_row, launch, load_tile, product
 
 
@@ -61,10 +62,10 @@ def inverse(k, beta, log_g, layout, precision):
     H, K = k.shape[2:]
     X = torch.empty(layout.room, H, C, C, dtype=k.dtype, device=k.device)
     if layout.rows:
-        BK = 128 if K > 64 else 64
+        BK, warps, stages = blocks.inverse(k)
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
         launch(
             _inverse, (layout.rows * H,), layout, (k, beta, log_g, X),
             (H, K, C, BK, beta is not None, log_g is not None, layout.of_row is not None, precision, solve),
-            num_warps=4, num_stages=1)  # fmt: skip
+            num_warps=warps, num_stages=stages)  # fmt: skip
     return X

@@ -7,7 +7,7 @@ Backward, with E the gradient of S that a segment's own outputs ask for, D goes 
 
 import torch
 
-from fastweights.torch.kernels import backward, chunks, forward
+from fastweights.torch.kernels import backward, blocks, chunks, forward
 
 FULL = 128  # heads of sequences that fill a device
 
@@ -15,7 +15,7 @@ FULL = 128  # heads of sequences that fill a device
 def count(q, cu_seqlens):
     """Segments per sequence: 1 unless there are so few heads that walking three times over is the faster way."""
     B, T, H = q.shape[:3]
-    if cu_seqlens is not None or not B * H:
+    if cu_seqlens is not None or not B * H or blocks.wide(q):
         return 1
     n = 1
     while 2 * n * B * H <= FULL and T % (2 * n * chunks.C) == 0 and T // (2 * n * chunks.C) >= 32:

@@ -1,0 +1,142 @@
+"""`fastweights bench decode`: tokens per second of a language model that writes B texts at once, token by token.
+
+On a GPU also as a CUDA graph, which replays the launches of a whole step; both must write the same tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fastweights.bench.agree import Disagreement
+from fastweights.bench.report import new_table
+from fastweights.lm.config import Config
+from fastweights.lm.mixers import on_tensors
+from fastweights.lm.model import LanguageModel, State
+
+BATCHES = (1, 64, 512)
+VOCAB = 16_384
+FULL = Config.of("paper-small")  # 16 blocks of width 128, DPFP-3 and the delta rule
+SMOKE = Config.of("paper-small", dim=16, heads=2, depth=2, hidden=32)
+
+Step = Callable[[], None]
+
+
+@dataclass
+class Result:
+    """How fast B texts grow: tokens per second of all of them together."""
+
+    batch: int
+    how: str  # "step by step" or "CUDA graph"
+    tokens_per_second: float
+    ms_per_step: float
+
+
+class Writer:
+    """B texts that grow by their likeliest token; everything a step needs stays in the same tensors."""
+
+    def __init__(self, model: LanguageModel, batch: int, device: str):
+        self.model = model
+        self.token = torch.arange(batch, device=device) % model.vocab
+        self.state = on_tensors(torch.clone, model.init_state(batch))
+
+    def step(self) -> None:
+        logits, after = self.model.step(self.token, self.state)
+        self.token.copy_(logits.argmax(-1))
+        _overwrite(self.state, after)
+
+    def restart(self) -> None:
+        self.token.copy_(torch.arange(len(self.token), device=self.token.device) % self.model.vocab)
+        _overwrite(self.state, self.model.init_state(len(self.token)))
+
+
+def _overwrite(state: State, by: State) -> None:
+    fresh = _tensors(by)
+    on_tensors(lambda x: x.copy_(next(fresh)), state)
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Every tensor of a state, in the order of `on_tensors`."""
+    if isinstance(state, Tensor):
+        yield state
+    elif state is not None:
+        for part in state:
+            yield from _tensors(part)
+
+
+def captured(writer: Writer) -> Step:
+    """A step as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile and allocate outside the graph
+        for _ in range(3):
+            writer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        writer.step()
+    return graph.replay
+
+
+def write(writer: Writer, step: Step, tokens: int) -> Tensor:
+    """(B, tokens) from the start."""
+    writer.restart()
+    text = []
+    for _ in range(tokens):
+        step()
+        text.append(writer.token.clone())
+    return torch.stack(text, 1)
+
+
+def seconds(step: Step, tokens: int, device: str) -> float:
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    step()
+    wait()
+    start = time.perf_counter()
+    for _ in range(tokens):
+        step()
+    wait()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def run(
+    config: Config, batches: Sequence[int], device: str, *, tokens: int, advance: Callable[[str, float], None]
+) -> list[Result]:
+    """Each batch, step by step and, on a GPU, as a graph."""
+    torch.manual_seed(0)
+    model = LanguageModel(config, VOCAB).to(device).eval()
+    if device == "cuda":
+        model = model.bfloat16()
+    results = []
+    for batch in batches:
+        writer = Writer(model, batch, device)
+        ways: dict[str, Step] = {"step by step": writer.step}
+        if device == "cuda":
+            ways["CUDA graph"] = captured(writer)
+        want = write(writer, writer.step, 8)
+        for how, step in ways.items():
+            if not torch.equal(write(writer, step, 8), want):
+                raise Disagreement(f"{how} writes other tokens than the model step by step. Nothing is reported.")
+            took = seconds(step, tokens, device)
+            results.append(Result(batch, how, batch * tokens / took, 1e3 * took / tokens))
+        advance(f"{batch} texts", 1)
+    return results
+
+
+def show(results: Sequence[Result], config: Config, device: str, console: Console) -> None:
+    table = new_table(f"decoding, {config.depth} blocks of width {config.dim}, {config.model}, on {device}")
+    for heading in ("texts", "", "tokens/s", "ms per step"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for r in results:
+        table.add_row(str(r.batch), r.how, f"{r.tokens_per_second:,.0f}", f"{r.ms_per_step:.2f}")
+    console.print(table)
+
+
+def payload(results: Sequence[Result], config: Config) -> dict[str, object]:
+    model = {name: getattr(config, name) for name in ("model", "depth", "dim", "heads", "ff", "hidden")}
+    return {"model": model, "vocabulary": VOCAB, "results": [asdict(r) for r in results]}

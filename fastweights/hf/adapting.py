@@ -1,0 +1,161 @@
+"""Training a head for a frozen model: it reads documents from their start, and learns how to learn from them.
+
+Several documents are read side by side, a piece of each per step. What the head knows of a document goes on from piece
+to piece; gradients stay within one. The body sees the same windows as in evaluation.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastweights.core import FastWeightError
+from fastweights.hf.attach import attached
+from fastweights.hf.scoring import without_head
+from fastweights.lm.mixers import on_tensors
+from fastweights.torch import head as output
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """length: tokens of a document per step, the span of backpropagation; window, stride: as of `Reading`.
+
+    lr is that of the matrices; the step sizes, a few numbers, learn `step_rate` times as fast.
+    """
+
+    steps: int = 400
+    batch: int = 4
+    length: int = 1024
+    window: int = 1024
+    stride: int = 512
+    lr: float = 1e-3
+    step_rate: float = 30.0
+    warmup: int = 20
+    clip: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 1 <= self.stride <= self.window:
+            raise FastWeightError(f"stride is {self.stride}; expected from 1 to the window of {self.window} tokens")
+        for name in ("steps", "batch", "length"):
+            if getattr(self, name) < 1:
+                raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
+
+    def rate(self, step: int) -> float:
+        """Share of the learning rate: linear warm-up, then a cosine to a tenth."""
+        up = min(1.0, (step + 1) / max(1, self.warmup))
+        return up * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+
+class Piece(NamedTuple):
+    """A document (T,), where its next piece starts and stops, and whether it goes on with one before."""
+
+    document: np.ndarray
+    start: int
+    stop: int
+
+
+def pieces(documents: list[np.ndarray], how: Adapting, row: int) -> Iterator[Piece]:
+    """What one row reads, for ever: the documents in an order of its own."""
+    rng = np.random.default_rng([how.seed, row])
+    useful = [d for d in documents if len(d) > 1]
+    if not useful:
+        raise FastWeightError("data holds no document of two tokens; expected text to learn from")
+    while True:
+        for i in rng.permutation(len(useful)):
+            for start in range(0, len(useful[i]) - 1, how.length):
+                yield Piece(useful[i], start, min(start + how.length, len(useful[i]) - 1))
+
+
+@torch.no_grad()
+def body(model: Any, tokens: Tensor) -> Tensor:
+    """Features (B, T, D) on their way into the output embedding, for tokens (B, T)."""
+    found: list[Tensor] = []
+
+    def take(module, given):
+        found.append(given[0])
+        return (given[0][:, -1:], *given[1:])  # no logits are wanted
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(take)
+    try:
+        with without_head(model):
+            model(tokens, use_cache=False)
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def read_batch(model: Any, batch: list[Piece], how: Adapting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(features (B, T, D), tokens, labels, mask (B, T)) of pieces; shorter ones are padded on the right."""
+    device, windows, wanted = model.device, [], []
+    for row, p in enumerate(batch):
+        for start in range(p.start, p.stop, how.stride):
+            first = max(0, start + how.stride - how.window)
+            seen = p.document[first : first + how.window]  # those after the stride change nothing: the body is causal
+            windows.append(np.pad(seen, (0, how.window - len(seen))))
+            wanted.append((row, start - p.start, start - first, min(start + how.stride, p.stop) - start))
+    found = torch.cat([body(model, x) for x in torch.from_numpy(np.stack(windows)).to(device).split(16)])
+    x = found.new_zeros(len(batch), how.length, found.shape[-1])
+    for features, (row, to, at, n) in zip(found, wanted, strict=True):
+        x[row, to : to + n] = features[at : at + n]
+    fill = lambda p, shift: np.pad(p.document[p.start + shift : p.stop + shift], (0, how.length - (p.stop - p.start)))  # noqa: E731
+    tokens, labels = (torch.from_numpy(np.stack([fill(p, shift) for p in batch])).to(device) for shift in (0, 1))
+    sizes = torch.tensor([p.stop - p.start for p in batch], device=device)
+    return x, tokens, labels, torch.arange(how.length, device=device) < sizes[:, None]
+
+
+class HeadTrainer:
+    """steps of Adam on the head of a model, one `step()` at a time."""
+
+    def __init__(self, model: Any, documents: list[np.ndarray], how: Adapting):
+        self.model, self.head, self.how, self.at = model, attached(model), how, 0
+        self.rows = [pieces(documents, how, row) for row in range(how.batch)]
+        self.state = self.head.init_state(how.batch)
+        matrices = [p for n, p in self.head.named_parameters() if n != "steps"]
+        groups = [dict(params=matrices, share=1.0), dict(params=[self.head.steps], share=how.step_rate)]
+        self.optimizer = torch.optim.Adam(groups, lr=how.lr, betas=(0.9, 0.95))
+
+    def skip(self, steps: int) -> None:
+        """Go on with documents as if `steps` had been done; what the head knew of them is forgotten."""
+        self.at = steps
+        for row in self.rows:
+            for _ in range(steps):
+                next(row)
+
+    def step(self) -> tuple[float, float]:
+        """The mean loss of this step's tokens in nats, with the head and without."""
+        batch = [next(row) for row in self.rows]
+        x, tokens, labels, mask = read_batch(self.model, batch, self.how)
+        goes_on = torch.tensor([p.start > 0 for p in batch], device=x.device)
+        state = on_tensors(lambda s: s.detach() * goes_on.to(s.dtype).view(-1, *[1] * (s.dim() - 1)), self.state)
+        embedding = self.model.get_output_embeddings()
+        weight, bias = embedding.weight.detach(), getattr(embedding, "bias", None)
+        bias = weight.new_zeros(len(weight)) if bias is None else bias.detach()
+        whole = bool(mask.all())
+        features, self.state = self.head(x, tokens, weight, bias, mask=None if whole else mask, state=state)
+        loss = lambda f: (output.loss(f, weight.mT, bias, labels) * mask).sum() / mask.sum()  # noqa: E731
+        with_head = loss(features)
+        self.optimizer.zero_grad()
+        with_head.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.how.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.how.lr * group["share"] * self.how.rate(self.at)
+        self.optimizer.step()
+        self.at += 1
+        with torch.no_grad():
+            return float(with_head), float(loss(x))
+
+
+def train_head(
+    model: Any, documents: list[np.ndarray], how: Adapting, *,
+    report: Callable[[int, float, float], Any] = lambda step, loss, without: None,
+) -> HeadTrainer:  # fmt: skip
+    """Train the attached head of a model on documents of tokens; report(step, loss, loss without the head)."""
+    trainer = HeadTrainer(model, documents, how)
+    while trainer.at < how.steps:
+        report(trainer.at, *trainer.step())
+    return trainer

@@ -1,0 +1,157 @@
+"""What a model remembers, as the cache that `generate` passes around: its size does not grow with the text."""
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from fastweights.core import FastWeightError
+from fastweights.lm.memory import size
+from fastweights.lm.mixers import on_tensors
+from fastweights.lm.model import State
+
+
+class Rows:
+    """A state (B, ...) whose rows can be chosen and repeated; `copy.copy` is a fork that goes its own way."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, state: Any = None):
+        self.state = state
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on with what row beam_idx[i] knows."""
+        self.state = on_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)), self.state)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.state = on_tensors(lambda x: x[indices.to(x.device)], self.state)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.state = on_tensors(lambda x: x.repeat_interleave(repeats, 0), self.state)
+
+    def crop(self, tokens: int) -> None:
+        """Only by nothing: what has been read cannot be unread."""
+        if tokens:
+            raise FastWeightError(f"crop({tokens}); expected no crop: a memory has no record of the past. Keep "
+                                  "copy.copy of it from before the tokens that may go")  # fmt: skip
+
+    def reset(self) -> None:
+        self.state = None
+
+    @property
+    def bytes(self) -> int:
+        """The same after one token and after a million."""
+        return size(self.state)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
+
+
+class FastWeightCache(Rows):
+    """The state of a `FastWeightForCausalLM`.
+
+    state: of the blocks and of the Fast Weight Layer, or None before the first token.  seen: tokens read, padding
+    included.  layers: what an attached head remembers beside it.
+    """
+
+    def __init__(self, state: State | None = None, seen: int = 0, layers: tuple[Rows, ...] = ()):
+        super().__init__(state)
+        self.seen, self.layers = seen, list(layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # none
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        for layer in self.layers:
+            layer.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        for layer in self.layers:
+            layer.batch_repeat_interleave(repeats)
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen, self.layers = 0, []
+
+    @property
+    def batch_size(self) -> int:
+        found: list[int] = []
+        on_tensors(lambda x: found.append(len(x)), self.state)
+        return found[0] if found else -1
+
+    def __copy__(self) -> "FastWeightCache":
+        return FastWeightCache(self.state, self.seen, tuple(type(x)(x.state) for x in self.layers))
+
+    def __repr__(self) -> str:
+        return f"FastWeightCache(seen={self.seen}, bytes={self.bytes if self.is_initialized else 0})"
+
+
+class HeadMemory(Rows):
+    """What an attached head remembers, as one more layer of any model's cache."""
+
+    supports_early_init = False
+    is_sliding = False
+    keys = values = None
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def offload(self) -> None:
+        """Stays where it is: it is small."""
+
+    def prefetch(self) -> None:
+        """Is where it was."""
+
+
+def memory_of(cache: Any) -> HeadMemory:
+    """The head's part of a cache, which gets one when it has none."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        return _beside(cache)
+    found = next((x for x in layers if isinstance(x, HeadMemory)), None)
+    if found is None:
+        found = HeadMemory()
+        layers.append(found)
+    return found
+
+
+def _beside(cache: Any) -> HeadMemory:
+    """In an old cache, which has no layers: an attribute of it, whose rows follow when its own are reordered."""
+    if not hasattr(cache, "head_memory"):
+        kind: Any = type(cache)
+        try:
+            cache.head_memory = HeadMemory()
+            if hasattr(cache, "reorder_cache"):
+                cache.__class__ = _reordering(kind)
+        except (AttributeError, TypeError):
+            raise FastWeightError(f"the model's cache is a {type(cache).__name__}; expected one that the head can "
+                                  "keep what it learned in: call with use_cache=False") from None  # fmt: skip
+    return cache.head_memory
+
+
+@functools.cache
+def _reordering(kind: Any) -> type:
+    class WithHeadMemory(kind):
+        def reorder_cache(self, beam_idx: Tensor) -> Any:
+            self.head_memory.reorder_cache(beam_idx)
+            return super().reorder_cache(beam_idx)
+
+    return WithHeadMemory

@@ -1,0 +1,208 @@
+"""A Fast Weight Layer as an output head: it reads features and the tokens they belong to, and learns from each token.
+
+The mathematics is in fastweights/fwl.py. Here the output embedding belongs to someone else and is passed in, any mask
+is served, and writes are aligned so that one code path is both the parallel pass and the step: before the features of
+token j are answered, the memory learns that token j followed the one before it.
+
+    between    features n = layer_norm(dense2(relu(dense1 x)^2)), in the place of x
+    residual   features x + n + bounded(m), n = dense2(relu(dense1 u)^2), u = x / rms(x); m is what dense2 has learned
+               from the text, bounded(m) = m / sqrt(1 + (rms(m) / (BOUND rms(x)))^2); dense2 and all steps start at zero
+
+Shapes: B rows, T tokens, D width of the features, F hidden width, V vocabulary.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastweights import fwl
+from fastweights.core import FastWeightError
+from fastweights.fwl import FWLState, Slow
+from fastweights.torch import head as output
+from fastweights.torch.fwl import OPS
+
+MODES = ("residual", "between")
+STEPS = {"between": 6, "residual": 4}  # learned step sizes: of both matrices and biases, and of the norm
+RMS_EPS = 1e-6
+# A residual's hidden units start with a threshold, so that few answer and contexts that have little in common share few
+THRESHOLD = 1.0
+BOUND = 0.3  # what was learned adds at most this share of the features' own length: no text can drown the model
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Everything a head is, but its weights. Arguments as of `FWLBlock`; size is the hidden width."""
+
+    width: int
+    size: int
+    mode: str = "residual"
+    normalizer: float = 1.0
+    step_size: float = 0.0
+    decay: float | None = None
+    rule: str = "sum"
+    clip: float | None = None
+    first_order: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise FastWeightError(f"mode is {self.mode!r}; expected one of {', '.join(map(repr, MODES))}")
+        if isinstance(self.normalizer, str):
+            raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens: a stream does not "
+                                  "know how many will follow")  # fmt: skip
+        self.layer  # noqa: B018 - its checks
+
+    @property
+    def layer(self) -> fwl.FWLConfig:
+        return fwl.FWLConfig(
+            self.width, 1, hidden=self.size, normalizer=self.normalizer, step_size=self.step_size, decay=self.decay,
+            rule=self.rule, clip=self.clip, first_order=self.first_order, eps=self.eps,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Columns(NamedTuple):
+    """For each token the one before it: its input x, its slow pass, and whether it is there to be learned from."""
+
+    x: Tensor
+    slow: Any
+    learns: Tensor
+
+
+class FastHead(nn.Module):
+    """features, state = head(x, tokens, unembed): x (B, T, D) of a causal body, tokens (B, T) that it read.
+
+    The features at token t have learned from the tokens up to t, and from nothing after it. The output embedding
+    `unembed` (V, D), with a bias (V,) or None, is used and not held.
+    """
+
+    def __init__(self, config: HeadConfig, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.config = config
+        self.adapting = True  # False: the model attached to answers from what is known so far
+        D, F = config.width, config.size
+        to = dict(device=device, dtype=dtype or torch.get_default_dtype())
+        residual = config.mode == "residual"
+        self.dense1 = nn.Parameter(torch.randn(D, F, **to) * D**-0.5)
+        self.bias1 = nn.Parameter(torch.full((F,), -THRESHOLD if residual else 0.0, **to))
+        self.dense2 = nn.Parameter(torch.zeros(F, D, **to) if residual else torch.randn(F, D, **to) * F**-0.5)
+        self.bias2 = nn.Parameter(torch.zeros(D, **to))
+        if not residual:
+            self.scale, self.shift = nn.Parameter(torch.ones(D, **to)), nn.Parameter(torch.zeros(D, **to))
+        self.steps = nn.Parameter(torch.full((STEPS[config.mode],), config.step_size, **to))
+
+    def init_state(self, batch: int) -> FWLState:
+        """What the head knows before the first token."""
+        c, like = self.config, self.dense1
+        wide = torch.promote_types(like.dtype, torch.float32)
+        zeros = lambda *shape: torch.zeros(batch, *shape, dtype=wide, device=like.device)  # noqa: E731
+        norm: Any = zeros(1, 1, 2 * c.width) if c.mode == "between" else None
+        pending = torch.zeros(batch, c.width, dtype=like.dtype, device=like.device)
+        return FWLState(zeros(1, c.width + 1, c.size), zeros(1, c.size + 1, c.width), norm, pending, zeros())
+
+    def forward(
+        self, x: Tensor, tokens: Tensor, unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None,
+        state: FWLState | None = None, learn: bool = True,
+    ) -> tuple[Tensor, FWLState]:  # fmt: skip
+        """mask (B, T): False for padding, wherever it is.  learn=False: the features of what is known so far."""
+        state = self.init_state(len(x)) if state is None else state
+        u = x.to(self.dense1.dtype)
+        if not learn:
+            return self._add(x, self._read(u, self._slow(u), lambda i, q: _ask(q, state[i]))), state
+        before, slow, pending, waiting = self._aligned(u, mask, state)
+        share = (before.learns / self.config.normalizer).to(u.dtype)
+        written = self._write(before, self._gradient(before, tokens, unembed, bias) * share[..., None])
+        after: list[Any] = [None, None, None]
+
+        def memory(i, q):
+            answer, after[i] = fwl.remember(self.config.layer, OPS, q, *written[i], state[i], read="after",
+                                            writes=before.learns > 0, ages=before.learns)  # fmt: skip
+            return answer
+
+        features = self._add(x, self._read(u, slow, memory))
+        return features, FWLState(after[0], after[1], after[2], pending, waiting)
+
+    def _aligned(self, u, mask, state):
+        both = torch.cat([state.pending[:, None].to(u.dtype), u], 1)
+        there = torch.cat([state.waiting[:, None], torch.ones_like(u[..., 0], dtype=state.waiting.dtype)], 1)
+        if mask is None:
+            slow = self._slow(both)
+            old, new = (Slow(*(x if x is None else x[:, part] for x in slow)) for part in (slice(-1), slice(1, None)))
+            return Columns(both[:, :-1], old, there[:, :-1]), new, u[:, -1], torch.ones_like(state.waiting)
+        at = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        last = torch.where(mask, at, 0).cummax(1).values  # (B, T): the newest real token; 0 is what the state holds
+        previous = torch.cat([torch.zeros_like(last[:, :1]), last[:, :-1]], 1)
+        old = torch.take_along_dim(both, previous[..., None], 1)
+        learns = torch.take_along_dim(there, previous, 1) * mask
+        newest = last[:, -1:]
+        pending = torch.take_along_dim(both, newest[..., None], 1)[:, 0]
+        return (
+            Columns(old, self._slow(old), learns),
+            self._slow(u),
+            pending,
+            torch.take_along_dim(there, newest, 1)[:, 0],
+        )
+
+    def _gradient(self, before, tokens, unembed, bias):
+        """Of the loss of each token, at the slow features of the token before it."""
+        features = before.slow.n if self.config.mode == "between" else before.x + before.slow.n
+        bias = unembed.new_zeros(len(unembed)) if bias is None else bias
+        _, dn = output.head(features.to(unembed.dtype), unembed.mT, bias, tokens)
+        return dn.to(features.dtype)
+
+    def _slow(self, x):
+        if self.config.mode == "between":
+            return fwl.slow_pass(self.config.layer, OPS, self._weights(), x)
+        h1 = _unit(x) @ self.dense1 + self.bias1
+        a = torch.relu(h1).square()
+        return Slow(h1, a, None, None, a @ self.dense2 + self.bias2)
+
+    def _write(self, before, dn):
+        """Keys and values of each memory."""
+        x, slow, c = before.x, before.slow, self.config
+        if c.mode == "between":
+            return fwl.write(c.layer, OPS, self._weights(), x, slow, dn)
+        g1 = (dn @ self.dense2.mT) * 2.0 * torch.relu(slow.h1)
+        keys, gradients = [_unit(x), slow.a], [g1, dn]
+        if c.first_order:
+            keys, gradients = [k.detach() for k in keys], [g.detach() for g in gradients]
+        if c.clip is not None:
+            gradients = [g * (c.clip / (g.norm(dim=-1, keepdim=True) + 1e-12)).clamp(max=1.0) for g in gradients]
+        # a mean over the inputs, so that a step size means the same for every width
+        return [(_with(k * (self.steps[2 * i] / k.shape[-1]), self.steps[2 * i + 1]), -g)
+                for i, (k, g) in enumerate(zip(keys, gradients, strict=True))]  # fmt: skip
+
+    def _read(self, x, slow, memory):
+        if self.config.mode == "between":
+            return fwl.read(self.config.layer, OPS, self._weights(), x, slow, memory)
+        a = torch.relu(slow.h1 + memory(0, _with(_unit(x), 1.0))).square()
+        change = memory(1, _with(a, 1.0))
+        size = change.square().mean(-1, keepdim=True) / (x.square().mean(-1, keepdim=True) + RMS_EPS)
+        return a @ self.dense2 + self.bias2 + change * torch.rsqrt(1.0 + size / BOUND**2)
+
+    def _add(self, x, n):
+        return n.to(x.dtype) if self.config.mode == "between" else x + n.to(x.dtype)
+
+    def _weights(self):
+        return dict(self.named_parameters(recurse=False))
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.width}, {c.size}, mode={c.mode!r}, decay={c.decay}"
+
+
+def _unit(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + RMS_EPS)
+
+
+def _with(x, one):
+    return torch.cat([x, torch.zeros_like(x[..., :1]) + one], -1)
+
+
+def _ask(q, S):
+    """What memory S (B, 1, K, V) answers to q (B, T, K)."""
+    return (q.to(S.dtype) @ S[:, 0]).to(q.dtype)

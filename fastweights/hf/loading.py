@@ -1,0 +1,63 @@
+"""Models, tokenizers and texts from disk."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastweights.core import FastWeightError
+from fastweights.lm.evaluation import Text
+from fastweights.lm.folder import pick_device
+
+
+def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
+    """(model, tokenizer) of a folder of the ecosystem or a GGUF file, whose numbers are made whole again."""
+    import transformers
+
+    path = Path(path)
+    if not path.exists():
+        raise FastWeightError(f"model {path} does not exist; expected a folder with config.json, or a GGUF file")
+    source: dict[str, Any] = dict(local_files_only=True)
+    if path.is_file():
+        source |= dict(gguf_file=path.name)
+        path = path.parent
+    elif not (path / "config.json").exists():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) != 1:
+            raise FastWeightError(f"model {path} has no config.json; expected one, or a single GGUF file in it")
+        source |= dict(gguf_file=found[0].name)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **source)
+    if not tokenizer.is_fast:
+        raise FastWeightError(f"the tokenizer of {path} is a {type(tokenizer).__name__}; expected a fast one: bits per "
+                              "byte need to know which bytes a token stands for")  # fmt: skip
+    return model.to(pick_device(device)).eval(), tokenizer
+
+
+def read_text(tokenizer: Any, name: str, data: bytes) -> Text:
+    """A text with its tokens and the bytes that each stands for. Bytes that are not UTF-8 become U+FFFD."""
+    text = data.decode("utf-8", "replace")
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    if not found["input_ids"]:
+        raise FastWeightError(f"{name} is empty; expected a text of at least one token")
+    widths = np.array([len(c.encode()) for c in text])
+    at = np.r_[0, np.cumsum(widths)]  # bytes before each character
+    starts = np.array([a for a, _ in found["offset_mapping"]])
+    starts[0] = 0
+    sizes = np.diff(np.r_[at[starts], at[-1]])
+    return Text(name, text.encode(), np.array(found["input_ids"], np.int64), sizes)
+
+
+def read_file(tokenizer: Any, path: Path, limit: int = 0) -> Text:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FastWeightError(f"cannot read {path}: {error.strerror}; expected a file") from None
+    return read_text(tokenizer, path.name, data[:limit] if limit else data)
+
+
+def row_of(tokenizer: Any, text: Text) -> torch.Tensor:
+    """(1, T + 1): what comes before a text, and its tokens."""
+    before = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return torch.from_numpy(np.r_[before, text.tokens])[None]

@@ -1,0 +1,128 @@
+"""Scores of long texts by models of the ecosystem, each token with at most a window of text before it.
+
+static     windows slide over the text; nothing is remembered of what has left them
+fast       the same windows, and an attached head learns from every token of the text
+dynamic    the same windows, and the model's weights are trained on each stride after it is scored
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights.core import FastWeightError
+from fastweights.hf.attach import NAME, attached
+from fastweights.hf.loading import row_of
+from fastweights.lm.evaluation import Score, Text
+from fastweights.lm.memory import size
+from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
+
+ROWS = 8  # windows of a static score at a time
+CLIP = 1.0  # largest norm of a stride's gradient
+EPS = 1e-5  # added to the root mean squared gradient that divides a weight's step
+
+
+@dataclass(frozen=True)
+class Reading:
+    """window: tokens a model sees at once; stride: tokens scored at a time, between two updates.
+
+    lr, parameters, statistics: of dynamic evaluation; with statistics its rule is "rms", else "sgd".
+    """
+
+    window: int = 1024
+    stride: int = 256
+    lr: float = 1e-3
+    parameters: tuple[str, ...] = ("*",)
+    statistics: GradientStatistics | None = None
+
+    def __post_init__(self):
+        if not 1 <= self.stride <= self.window:
+            raise FastWeightError(f"stride is {self.stride}; expected from 1 to the window of {self.window} tokens")
+
+    def spans(self, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """(first, start, stop): inputs from `first` are read, those from `start` to `stop` answered."""
+        for start in range(0, tokens, self.stride):
+            yield max(0, start + self.stride - self.window), start, min(start + self.stride, tokens)
+
+
+def modes(model: Any) -> list[str]:
+    return ["static", *(["fast"] if hasattr(model, NAME) else []), "dynamic"]
+
+
+def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading, *,
+          advance: Callable[[int], Any] = lambda n: None) -> Score:  # fmt: skip
+    """Score texts in one mode; the model is as before afterwards."""
+    if mode not in modes(model):
+        why = "; attach a head for 'fast'" if mode == "fast" else ""
+        raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
+    model.eval()
+    started, held = time.perf_counter(), 0
+    losses = []
+    for text in texts:
+        row = row_of(tokenizer, text).to(model.device)
+        with without_head(model, mode != "fast"):
+            loss, held = dict(static=_static, fast=_fast, dynamic=_dynamic)[mode](model, row, how)
+        losses.append(loss.double().cpu().numpy())
+        advance(len(text.data))
+    return Score(mode, losses, time.perf_counter() - started, held)
+
+
+@contextmanager
+def without_head(model: Any, wanted: bool = True) -> Iterator[None]:
+    """The model as it was before a head was attached, for a while."""
+    hooks: Any = attached(model).hooks if wanted and hasattr(model, NAME) else None
+    if hooks is not None:
+        hooks.off = True
+    try:
+        yield
+    finally:
+        if hooks is not None:
+            hooks.off = False
+
+
+@torch.no_grad()
+def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+    losses = []
+    alike = lambda span: (span[2] - span[0], span[2] - span[1])  # noqa: E731
+    for _, group in itertools.groupby(how.spans(row.shape[1] - 1), alike):
+        spans = list(group)
+        losses += [_windows(model, row, spans[i : i + ROWS]) for i in range(0, len(spans), ROWS)]
+    return torch.cat(losses), 0
+
+
+def _windows(model, row, spans):
+    """Losses of windows of equal lengths, one after the other."""
+    keep = spans[0][2] - spans[0][1]
+    tokens = torch.cat([row[:, first:stop] for first, _, stop in spans])
+    labels = torch.cat([row[:, start + 1 : stop + 1] for _, start, stop in spans])
+    logits = model(tokens, use_cache=False, logits_to_keep=keep).logits[:, -keep:]
+    return token_losses(logits, labels).flatten()
+
+
+@torch.no_grad()
+def _fast(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+    losses, state = [], None
+    for first, start, stop in how.spans(row.shape[1] - 1):
+        out = model(row[:, first:stop], use_cache=False, logits_to_keep=stop - start, fast_state=state,
+                    fast_context=start - first)  # fmt: skip
+        state = out.fast_state
+        losses.append(token_losses(out.logits, row[:, start + 1 : stop + 1])[0])
+    return torch.cat(losses), size(state)
+
+
+def _dynamic(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+    rule = "sgd" if how.statistics is None else "rms"
+    with DynamicEvaluation(model, rule=rule, lr=how.lr, eps=EPS, segment=how.stride, context=how.window - how.stride,
+                           parameters=how.parameters, statistics=how.statistics, clip=CLIP,
+                           call=call_body) as dynamic:  # fmt: skip
+        held = sum(p.numel() * p.element_size() for p in dynamic.named.values())
+        return dynamic.run(row).losses[0], held
+
+
+def call_body(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    return model(tokens, use_cache=False).logits, None

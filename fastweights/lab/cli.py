@@ -1,0 +1,143 @@
+"""The command `fastweights reproduce`: its flags, help, and what it prints. Light to import."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastweights.core import FastWeightError
+from fastweights.lab import EXPERIMENTS
+
+SHOWN_ROWS = 60
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Experiments, or `all`.", show_default=False)
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Say what there is, what it claims and what it costs.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Seconds on one core: does it run?")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; docs/results when absent, runs/lab with --smoke.", show_default=False)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of corpora; ../shared/data if there, else made here.", show_default=False),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the experiment's own number.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, also on one GPU: small models leave it idle.")] = 1,
+    only: Annotated[str, typer.Option(metavar="FIELD=VALUE,...", help="Only arms with these values.")] = "",
+    part: Annotated[str, typer.Option(metavar="I/N", help="Only every N-th arm, from the I-th.")] = "",
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Stop after this long; what is done is kept.", show_default=False)
+    ] = None,
+) -> None:
+    """Run a figure or table of the papers again, with the paper's numbers beside ours.
+
+    Results are kept as they come: an interrupted run goes on where it stopped. NAME.csv and NAME.png are the result;
+    the exit code is 1 when the paper's claim did not hold here.
+
+    For example: `fastweights reproduce overwrite --smoke`, or `fastweights reproduce all --device cuda --jobs 8`
+    """
+    if list_ or not names:
+        _list()
+        return
+    if not find_spec("torch") or not find_spec("matplotlib"):
+        raise FastWeightError("reproduce needs PyTorch and matplotlib; pip install 'fastweights[lab]'")
+    # threads that wait by spinning slow each other down on a busy machine; read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    chosen = list(EXPERIMENTS) if names == ["all"] else list(dict.fromkeys(names))
+    for name in chosen:
+        if name not in EXPERIMENTS:
+            raise FastWeightError(f"experiment is {name!r}; expected one of {', '.join(EXPERIMENTS)}, or all")
+    sys.exit(_reproduce(chosen, device, data, jobs, minutes,
+                        dict(smoke=smoke, out=out, seeds=seeds, only=only, part=part)))  # fmt: skip
+
+
+def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minutes: float | None, how: dict) -> int:
+    import torch
+    from rich.console import Console
+
+    from fastweights.lab import experiment
+    from fastweights.lab.pool import run_all
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise FastWeightError(f"--device is {device!r}; expected auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise FastWeightError("--device is cuda; PyTorch finds no GPU here")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    console = Console()
+    plans = [experiment.plan(name, **how) for name in names]
+    broken = run_all(plans, device=device, data=experiment.find_data(data), jobs=jobs, minutes=minutes,
+                     console=Console(stderr=True))  # fmt: skip
+    failed = bool(broken)
+    for plan in plans:
+        outcome = experiment.finish(plan)
+        failed |= bool(outcome.failed)
+        _show(outcome, plan, console)
+    for text in broken:
+        console.print(text, style="red", markup=False, highlight=False)
+    return int(failed)
+
+
+def _show(outcome: Any, plan: Any, console: Any) -> None:
+    from fastweights.lab.experiment import docstring
+
+    say = lambda text, style="": console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    rows = plan.module.table(outcome.rows) if hasattr(plan.module, "table") and outcome.rows else outcome.rows
+    if rows:
+        console.print(_table(docstring(plan.name).splitlines()[0], rows[:SHOWN_ROWS]))
+    if len(rows) > SHOWN_ROWS:
+        say(f"{len(rows) - SHOWN_ROWS} more rows in the CSV", "dim")
+    for line in outcome.confirmed:
+        say(f"holds: {line}", "green")
+    for line in outcome.failed:
+        say(f"does not hold: {line}", "red")
+    if outcome.missing:
+        say(f"{outcome.missing} of {len(plan.arms)} arms are still to run, so nothing was checked; the same command "
+            "goes on", "yellow")  # fmt: skip
+    for file in outcome.files:
+        say(f"Written to {file}")
+
+
+def _table(heading: str, rows: list[dict]) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False)
+    columns = list(dict.fromkeys(c for row in rows for c in row))
+    for c in columns:
+        text = any(isinstance(row.get(c), str) for row in rows)
+        table.add_column(c, justify="left" if text else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(c)) for c in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _list() -> None:
+    from rich.console import Console
+
+    from fastweights.lab import experiment
+
+    console = Console()
+    for name in EXPERIMENTS:
+        if text := experiment.docstring(name):
+            console.print(f"[bold]{name}[/bold]  {text.splitlines()[0]}", highlight=False)
+            for heading in ("Paper", "Claim", "Cost"):
+                line = f"  {heading}: {experiment.about(text, heading)}"
+                console.print(line, style="dim", markup=False, highlight=False)
+    console.print("\nFor example: fastweights reproduce overwrite --smoke", highlight=False)
+
+
+COMMANDS = {"reproduce": reproduce}

@@ -1,0 +1,213 @@
+"""Running experiments: which arms there are, which are missing, and what becomes of the results.
+
+Results of an arm are one line of DIR/NAME.jsonl the moment it is done, so an interrupted run goes on where it stopped;
+when all is done they become DIR/NAME.csv and DIR/NAME.png.
+"""
+
+import ast
+import importlib
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from fastweights.core import FastWeightError
+from fastweights.lab import EXPERIMENTS
+from fastweights.lab.results import Arm, Results, Row, key
+
+SHARED_DATA = Path("../shared/data")  # beside a checkout, when there is one
+
+
+class OutOfTime(Exception):
+    """The time given with --minutes is over: the arm is dropped and will run from its start next time."""
+
+
+@dataclass
+class Report:
+    """What an arm is given to talk through: `report(fraction, text)` says how far it is.
+
+    data: folder of the user's data, or None: use what can be made here.  smoke: whether these are SMOKE settings.
+    deadline: time.monotonic() at which to stop; after it, `report(...)` raises OutOfTime.
+    """
+
+    tell: Callable[[float, str], None] = lambda fraction, text: None
+    data: Path | None = None
+    smoke: bool = False
+    deadline: float = float("inf")
+
+    def __call__(self, fraction: float, text: str = "") -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+        self.tell(min(1.0, max(0.0, fraction)), text)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline: an arm that can return less, but sound, rows may ask and stop early."""
+        return self.deadline - time.monotonic()
+
+
+@dataclass
+class Plan:
+    """One experiment: all its arms, those chosen to run now, and the results there are."""
+
+    name: str
+    module: ModuleType
+    arms: list[Arm]
+    chosen: list[Arm]
+    results: Results
+    smoke: bool
+
+    def missing(self, arms: list[Arm]) -> list[Arm]:
+        """Those without results."""
+        return [arm for arm in arms if key(arm) not in self.results]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of all arms, in their order."""
+        return [row for arm in self.arms if key(arm) in self.results for row in self.results[key(arm)]]
+
+
+@dataclass
+class Outcome:
+    """confirmed: what `check` says holds;  failed: what does not, or what broke."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    missing: int = 0
+    confirmed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+
+def load(name: str) -> ModuleType:
+    """The experiment's module."""
+    if name not in EXPERIMENTS:
+        raise FastWeightError(f"experiment is {name!r}; expected one of {', '.join(EXPERIMENTS)}")
+    module = f"fastweights.lab.{name.replace('-', '_')}"
+    if importlib.util.find_spec(module) is None:
+        raise FastWeightError(f"experiment {name!r} is not in this version; see `fastweights reproduce --list`")
+    return importlib.import_module(module)
+
+
+def plan(
+    name: str,
+    *,
+    smoke: bool = False,
+    out: Path | None = None,
+    seeds: int | None = None,
+    only: str = "",
+    part: str = "",
+) -> Plan:
+    """The arms of one experiment and the results that are already there.
+
+    only: "rule=delta,seed=0" keeps the arms with these values.  part: "2/8" keeps the second eighth of them.
+    """
+    module = load(name)
+    settings = dict(module.SMOKE if smoke else module.FULL)
+    if seeds is not None:
+        if "seeds" not in settings:
+            raise FastWeightError(f"--seeds is {seeds}; {name} has no number of seeds to change")
+        settings["seeds"] = seeds
+    arms = module.arms(**settings)
+    chosen = _only(arms, only, name)
+    chosen = chosen[_part(len(chosen), part)]
+    folder = out or Path("runs/lab" if smoke else "docs/results")
+    return Plan(name, module, arms, chosen, Results(folder, name, part.replace("/", "-of-")), smoke)
+
+
+def _only(arms: list[Arm], only: str, name: str) -> list[Arm]:
+    for pair in filter(None, only.split(",")):
+        field_, equals, value = pair.partition("=")
+        known = {k: sorted({str(arm[k]) for arm in arms if k in arm}) for k in {k for arm in arms for k in arm}}
+        if not equals or value not in known.get(field_, ()):
+            choices = "; ".join(f"{k}={'|'.join(v)}" for k, v in sorted(known.items()))
+            raise FastWeightError(f"--only is {pair!r}; expected FIELD=VALUE of an arm of {name}: {choices}")
+        arms = [arm for arm in arms if str(arm.get(field_)) == value]
+    return arms
+
+
+def _part(n: int, part: str) -> slice:
+    if not part:
+        return slice(None)
+    i, _, of = part.partition("/")
+    if not (i.isdigit() and of.isdigit() and 1 <= int(i) <= int(of)):
+        raise FastWeightError(f"--part is {part!r}; expected i/n with 1 <= i <= n, such as 2/8")
+    return slice(int(i) - 1, n, int(of))
+
+
+def find_data(data: Path | None) -> Path | None:
+    """The folder asked for, the one beside the checkout, or None."""
+    if data is not None and not data.is_dir():
+        raise FastWeightError(f"--data is {data}; expected a folder")
+    return data or (SHARED_DATA if SHARED_DATA.is_dir() else None)
+
+
+def run_arm(name: str, arm: Arm, device: str, report: Report) -> tuple[list[Row], float]:
+    """The rows of one arm and the seconds it took. The same arm gives the same rows: it is seeded by what it is."""
+    import torch
+
+    torch.manual_seed(int(arm.get("seed", 0)))
+    random.seed(key(arm))
+    began = time.perf_counter()
+    rows = load(name).run(dict(arm), device=device, report=report)
+    return rows, time.perf_counter() - began
+
+
+def finish(plan: Plan) -> Outcome:
+    """The CSV, the figure and the verdict of what there is. A --part leaves them to the run that has all parts."""
+    outcome = Outcome(plan.name, plan.rows, len(plan.missing(plan.arms)))
+    if plan.results.part or not plan.rows:
+        return outcome
+    outcome.files.append(plan.results.write_csv())
+    picture = plan.results.folder / f"{plan.name}.png"
+    plan.module.plot(plan.rows, picture)
+    outcome.files.append(picture)
+    if not outcome.missing:
+        try:
+            outcome.confirmed = plan.module.check(plan.rows, plan.smoke)
+        except AssertionError as error:
+            outcome.failed.append(str(error))
+    return outcome
+
+
+def reproduce(
+    name: str,
+    *,
+    smoke: bool = False,
+    device: str = "cpu",
+    out: Path | None = None,
+    data: Path | None = None,
+    seeds: int | None = None,
+    jobs: int = 1,
+    only: str = "",
+    part: str = "",
+    minutes: float | None = None,
+) -> Outcome:
+    """Run what is missing of one experiment: the command as a function, without a display."""
+    from fastweights.lab.pool import run_all
+
+    planned = plan(name, smoke=smoke, out=out, seeds=seeds, only=only, part=part)
+    errors = run_all([planned], device=device, data=data, jobs=jobs, minutes=minutes)
+    outcome = finish(planned)
+    outcome.failed += errors
+    return outcome
+
+
+def docstring(name: str) -> str:
+    """What the experiment's file says about itself, without importing it; empty when there is no such file."""
+    path = Path(__file__).with_name(f"{name.replace('-', '_')}.py")
+    return (ast.get_docstring(ast.parse(path.read_text())) or "") if path.exists() else ""
+
+
+def about(text: str, heading: str) -> str:
+    """What a docstring says after `heading:`, such as Claim or Cost, on one line."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if found and (not line.strip() or not line.startswith(" ")):
+            break
+        if found or line.startswith(f"{heading}:"):
+            found.append(line.removeprefix(f"{heading}:").strip())
+    return " ".join(found)

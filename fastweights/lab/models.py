@@ -1,0 +1,113 @@
+"""Models of the lab: the application's language model with any mixer in its blocks, and positions if wanted."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastweights.core import FastWeightError
+from fastweights.lm.config import Config
+from fastweights.lm.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, rotate
+from fastweights.lm.model import LanguageModel
+from fastweights.torch.nn import FastWeightAttention
+
+# Arguments of FastWeightAttention: the cells of the papers' grid, by rule and features.
+LAYERS: dict[str, dict[str, Any]] = {
+    "linear": dict(rule="sum", features="elu+1", norm="attention", out_norm=False),
+    "performer": dict(rule="sum", features="favor-32", norm="attention", out_norm=False),
+    "dpfp-sum": dict(rule="sum", features="dpfp-2", norm="attention", out_norm=False),
+    "retnet": dict(rule="sum", features="identity", norm="none", decay="retnet", gate=True),
+    "elu-delta": dict(rule="delta", features="elu+1", norm="sum", out_norm=False),
+    "performer-delta": dict(rule="delta", features="favor-32", norm="sum", out_norm=False),
+    "dpfp-delta": dict(rule="delta", features="dpfp-2", norm="sum", out_norm=False),
+    "delta": dict(rule="delta", features="silu", norm="l2"),
+    "gated-delta": dict(rule="delta", features="silu", norm="l2", decay="learned", gate=True),
+}
+NAMES = ("softmax", "lstm", *LAYERS)
+
+
+class Memory(FastWeightMixer):
+    """The application's mixer around a layer with any arguments."""
+
+    def __init__(self, layer: FastWeightAttention):
+        nn.Module.__init__(self)
+        self.layer = layer
+
+
+class Attention(nn.Module):
+    """Causal softmax attention over the whole sequence with rotary positions.
+
+    conv: width of a causal convolution over q, k and v, so that it has what the memories have; 0 for none.
+    """
+
+    def __init__(self, dim: int, heads: int, conv: int = 0):
+        super().__init__()
+        self.heads, self.width = heads, conv
+        self.in_proj, self.out_proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.conv = nn.Parameter(torch.empty(conv, 3 * dim).uniform_(-1, 1) / conv**0.5) if conv else None
+
+    def forward(self, x: Tensor, state: Any = None, pieces: Any = None) -> tuple[Tensor, None]:
+        B, T, D = x.shape
+        y = self.in_proj(x)
+        if self.conv is not None:
+            past, weight = F.pad(y, (0, 0, self.width - 1, 0)), self.conv.to(y.dtype)
+            y = sum((weight[j] * past[:, j : j + T] for j in range(1, self.width)), weight[0] * past[:, :T])
+        q, k, v = y.unflatten(-1, (3, self.heads, D // self.heads)).unbind(2)
+        at = torch.arange(T, device=x.device)
+        q, k = rotate(q, at).to(v.dtype), rotate(k, at).to(v.dtype)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(o.transpose(1, 2).reshape(B, T, D)), None
+
+    def init_state(self, batch: int) -> None:
+        return None
+
+
+class Positioned(nn.Embedding):
+    """Token embeddings plus sinusoids of the position in the segment."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        T, D = tokens.shape[1], self.embedding_dim
+        rates = torch.exp(torch.arange(0, D, 2, device=tokens.device) * (-math.log(10_000.0) / D))
+        angles = torch.arange(T, device=tokens.device)[:, None] * rates
+        return super().forward(tokens) + torch.cat([angles.sin(), angles.cos()], -1) * D**-0.5
+
+
+def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, features: str = "",
+          norm: str = "") -> nn.Module:  # fmt: skip
+    """A mixer of NAMES.  window: tokens that softmax carries from segment to segment, as Transformer-XL does; 0: none.
+
+    features, norm: instead of those in LAYERS.
+    """
+    if name == "softmax":
+        return SoftmaxMixer(dim, heads, window) if window else Attention(dim, heads, conv)
+    if name == "lstm":
+        return LSTMMixer(dim)
+    if name not in LAYERS:
+        raise FastWeightError(f"model is {name!r}; expected one of {', '.join(NAMES)}")
+    changes = {n: value for n, value in (("features", features), ("norm", norm)) if value}
+    return Memory(FastWeightAttention(dim, heads, **(LAYERS[name] | changes), conv=conv))
+
+
+def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, window: int = 0, dropout: float = 0.0,
+          positions: bool = False, head: str = "linear", fast_hidden: int = 0, features: str = "",
+          norm: str = "") -> LanguageModel:  # fmt: skip
+    """The application's model with these mixers, one per block, all of about the same number of parameters.
+
+    A mixer that has more than softmax attention's pays with a narrower feed-forward.
+    """
+    mixers = [mixer(n, dim, heads, conv=conv, window=window, features=features, norm=norm) for n in names]
+    extra = [sum(p.numel() for p in m.parameters()) - 4 * dim * dim for m in mixers]
+    hidden = (8 * dim * dim - max(0, sum(extra) // len(extra))) // (3 * dim) // 8 * 8
+    config = Config(layers=f"lstm*{len(names)}", dim=dim, heads=heads, hidden=hidden, head=head, dropout=dropout,
+                    fast_hidden=fast_hidden)  # fmt: skip
+    model = LanguageModel(config, vocab)
+    for block, m in zip(model.blocks, mixers, strict=True):
+        block.mixer = m
+    if positions:
+        embedding = Positioned(vocab, dim)
+        embedding.weight = model.embedding.weight
+        model.embedding = embedding
+    return model

@@ -1,0 +1,133 @@
+"""What a normalisation does to the delta rule's memory: measured on the retrieval task and in a language model.
+
+With the delta rule a write multiplies the memory by I - g k k^T / |k|^2, g = beta |k|^2 the gain: eigenvalue 1 - g
+along the key and 1 elsewhere. g = 1 replaces what was there, g > 2 makes it grow, g near 0 hardly writes. The
+attention norm divides what is retrieved by kappa = z . k, so there g = beta |k|^2 / kappa.
+
+Shapes: B sequences, L pairs, A copies of the model, K features, S values.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights.lab.retrieval import Model, effective
+from fastweights.torch import fast_weight
+
+SCORES = ("loss", "cosine", "size", "retrieved", "memory", "z", "gain", "highest_gain")
+
+
+class Probe(Model):
+    """A retrieval model that measures its memory whenever it is scored."""
+
+    @torch.no_grad()
+    def evaluate(self) -> Tensor:
+        """(A, len(SCORES)): on sequences as long as those it trains on."""
+        keys, values = self.task.sequences(20, self.task.length, self.copies, self.device)
+        asked, target, occurs = self.task.all_questions(keys, values)
+        memory, z = self.memory(keys, values, None)
+        y, v = self.read(memory, z, asked, None), self.eye[target]
+        count = occurs.sum((0, 1))
+        mean = lambda x: (x * occurs).sum((0, 1)) / count  # noqa: E731
+        raw, beta = self.written(keys, values)
+        k, beta, total = effective(self.norm, self.features, raw, beta)
+        before, _ = fast_weight(k, k, self.eye[values], beta=beta, read="before", method="chunked")
+        gain = beta * k.square().sum(-1)
+        size = y.norm(dim=-1)
+        return torch.stack([
+            (0.5 * (y - v).square().sum(-1) * occurs).sum(1).div(occurs.sum(1)).mean(0),
+            mean((y * v).sum(-1) / size.clamp(min=1e-30)),
+            mean(size),
+            before.norm(dim=-1).mean((0, 1)),
+            memory.flatten(2).norm(dim=-1).mean(0),
+            total.norm(dim=-1).mean(0),
+            gain.mean((0, 1)),
+            gain.amax((0, 1)),
+        ], 1)  # fmt: skip
+
+    def written(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw keys and rates."""
+        beta = self.rates(keys, values)
+        assert beta is not None, "the delta rule has rates"
+        return self.raw_keys(keys, values), beta
+
+    @torch.no_grad()
+    def trace(self, segments: int, times: int) -> list[dict[str, float]]:
+        """Along sequences `times` as long as those of training, in float64, after each of `segments` parts.
+
+        growth: the largest singular value of the product of all transitions so far: how much a memory that was there
+        before the first pair can have grown.
+        """
+        keys, values = self.task.sequences(4, times * self.task.length, self.copies, self.device)
+        raw, beta = (x.double() for x in self.written(keys, values))
+        v = self.eye[values].double()
+        part, found = raw.shape[1] // segments, []
+        memory = z = product = None
+        for n in range(segments):
+            here = slice(n * part, (n + 1) * part)
+            k, rate, z = effective(self.norm, self.features, raw[:, here], beta[:, here], z=z)
+            if product is None:
+                product = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(1, k.shape[2], -1, -1)
+            before, memory = fast_weight(k, k, v[:, here], beta=rate, state=memory, read="before")
+            _, product = fast_weight(k[:1], k[:1], torch.zeros_like(k[:1]), beta=rate[:1], state=product)
+            gain = (rate * k.square().sum(-1)).flatten()
+            shares = torch.tensor([0.05, 0.5, 0.95], dtype=gain.dtype, device=gain.device)
+            low, middle, high = torch.quantile(gain, shares)
+            growth = torch.linalg.matrix_norm(product.cpu(), 2).mean() if product.isfinite().all() else math.inf
+            numbers = dict(memory=memory.flatten(2).norm(dim=-1).mean(), z=z.norm(dim=-1).mean(), growth=growth,
+                           retrieved=before.norm(dim=-1).mean(), low_gain=low, gain=middle, high_gain=high)  # fmt: skip
+            found.append(dict(position=(n + 1) * part, **{name: float(x) for name, x in numbers.items()}))
+        return found
+
+
+def language(arm: dict, *, device: str, report: Any) -> list[dict]:
+    """A small language model with this norm: loss while training, then its memory by position."""
+    from fastweights.lab import models, text
+    from fastweights.lab.steps import Steps, autocast, rate
+    from fastweights.lm.model import State
+
+    corpus = text.load("stdlib-bytes", None, arm["limit"])
+    train, valid = (torch.from_numpy(x).to(device) for x in (corpus.train, corpus.valid))
+    torch.manual_seed(arm["seed"])
+    model = models.build(["elu-delta"] * arm["depth"], corpus.vocab, dim=arm["dim"], heads=arm["heads"],
+                         positions=arm["positions"], norm=arm["norm"]).to(device)  # fmt: skip
+    T, B, steps = arm["length"], arm["batch"], arm["steps"]
+    offsets = torch.arange(T + 1, device=device)
+
+    def windows(stream: Tensor, rows: int) -> Tensor:
+        return stream[torch.randint(len(stream) - T - 1, (rows, 1), device=device) + offsets]
+
+    def objective(rows: Tensor) -> Tensor:
+        return model.score(rows[:, :-1], rows[:, 1:]).loss.mean()
+
+    def bits(rows: Tensor) -> float:
+        with torch.no_grad(), autocast(device):
+            return float(objective(rows)) / math.log(2)
+
+    held_out = windows(valid, min(128, 4 * B))
+    step = Steps(model, objective, device, lr=arm["lr"], weight_decay=0.0)
+    found: list[dict[str, Any]] = []
+    for n in range(steps):
+        step(rate(n, steps, warmup=min(50, steps // 4)), windows(train, B))
+        if (n + 1) % max(1, steps // 12) == 0 or n + 1 == steps:
+            found.append(dict(phase="training", step=n + 1, loss=bits(held_out)))
+            report((n + 1) / steps, f"{arm['norm']}, {found[-1]['loss']:.3f} bits per byte")
+            if not math.isfinite(found[-1]["loss"]):
+                break
+    segments = arm["segments"]
+    stream = valid[: segments * T * 8 + 1]
+    rows, labels = stream[:-1].view(8, -1), stream[1:].view(8, -1)
+    state = None
+    with torch.no_grad(), autocast(device):
+        for n in range(segments):
+            here = slice(n * T, (n + 1) * T)
+            scores = model.score(rows[:, here], labels[:, here], state)
+            state = State(scores.state.blocks, None)
+            memory = [block.memory.flatten(2).norm(dim=-1).mean() for block in state.blocks]
+            z = [block.z.norm(dim=-1).mean() for block in state.blocks if block.z is not None]
+            found.append(dict(phase="position", position=(n + 1) * T, loss=float(scores.loss.mean()) / math.log(2),
+                              memory=float(sum(memory)) / len(memory),
+                              z=float(sum(z)) / len(z) if z else None))  # fmt: skip
+    return found

@@ -1,0 +1,163 @@
+"""Overwriting: the delta rule replaces the value of a key, the sum rule piles values up.
+
+Paper: Schlag, Irie, Schmidhuber 2021, section 6.1, setting 2 (Figure 3).
+Claim: when keys are written again and again, the delta rule retrieves the last value as long as there are fewer keys
+    than features; the sum rule cannot, and the rule of the Fast Weight Memory is worse than answering nothing.
+Cost: {cost}
+Differs: three seeds instead of one; scored at L = S, as the released code does by mistake, and at L = 2 S, as it is
+    trained and meant; best and last; ELU+1 and softmax attention without overwriting, DPFP-3, and FAVOR+ from
+    logarithms beside the published one; the Fast Weight Memory, a loop over tokens, up to S = 100; at most
+    6,000 steps (published: 100,000).
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from fastweights.lab import plotting
+from fastweights.lab.results import Row, mean_over
+
+# features, rule, norm, form
+MODELS: dict[str, tuple[str, str, str, str]] = {
+    "softmax": ("softmax", "sum", "attention", "stable"),
+    "elu+1 sum": ("elu+1", "sum", "attention", "stable"),
+    "dpfp-1 sum": ("dpfp-1", "sum", "attention", "stable"),
+    "elu+1 delta": ("elu+1", "delta", "sum", "stable"),
+    "dpfp-1 delta": ("dpfp-1", "delta", "sum", "stable"),
+    "dpfp-2 delta": ("dpfp-2", "delta", "sum", "stable"),
+    "favor-64 delta": ("favor-64", "delta", "sum", "published"),
+    "favor-64 delta, logarithms": ("favor-64", "delta", "sum", "stable"),
+    "dpfp-1 fwm": ("dpfp-1", "fwm", "none", "stable"),
+    "tanh fwm": ("tanh", "fwm", "none", "stable"),
+}
+FULL: dict[str, Any] = dict(models=tuple(MODELS), keys=(20, 60, 100, 140, 200), steps=4000, seeds=3)
+SMOKE: dict[str, Any] = dict(
+    models=("dpfp-1 sum", "dpfp-1 delta", "favor-64 delta, logarithms", "tanh fwm"), keys=(10,), steps=200, seeds=1
+)
+
+# Best loss at L = S for S = 20, 40 ... 200, one seed, from the released logs; None: no number, or a log cut off.
+PUBLISHED: dict[str, tuple[float | None, ...]] = {
+    "dpfp-1 sum": (0.0973, 0.1039, 0.1026, 0.1133, 0.1113, 0.1278, 0.1546, 0.1797, 0.2006, 0.2310),
+    "dpfp-1 delta": (0.00077, 0.00097, 0.0049, 0.0063, 0.00009, 0.0141, 0.0475, 0.1039, 0.1330, 0.1709),
+    "dpfp-2 delta": (0.00097, 0.00053, 0.00049, 0.00081, None, 0.00073, 0.00029, 0.00040, 0.00040, 0.00084),
+    "elu+1 delta": (0.00080, 0.00068, 0.00051, 0.0940, 0.1502, 0.2150, 0.2569, 0.2762, 0.3146, 0.3415),
+    "dpfp-1 fwm": (0.0404, 0.4915, 0.4986, 0.4999, 0.5260, 0.5559, 0.7427, 1.970, 2.496, 1.091),
+    "tanh fwm": (1.497, 4.825, 9.021, 30.29, 42.42, 56.02, 59.84, 74.76, 85.25, 95.51),
+    "favor-64 delta": (0.1023, 0.1832, 0.3976, 0.4927, 0.4994, 0.5002, None, None, None, None),
+    "favor-128 delta": (0.1079, 0.1629, 0.4202, 0.4862, 0.5000, 0.5006, None, None, None, None),
+}  # fmt: skip
+
+
+def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: int) -> list[dict]:
+    """One per S and model; seeds train together. The Fast Weight Memory, a loop over tokens, only for S <= 40."""
+    return [dict(model=name, S=S, steps=steps // 8 if name.endswith("fwm") else steps, seeds=seeds, seed=0)
+            for S in keys for name in models if S <= 40 or not name.endswith("fwm")]  # fmt: skip
+
+
+def run(arm: dict, *, device: str, report: Any) -> list[Row]:
+    from fastweights.lab.retrieval import Model, Task
+    from fastweights.lab.training import train
+
+    features, rule, norm, form = MODELS[arm["model"]]
+    slow: dict[str, Any] = dict(batch=128, lr=1e-4) if features == "tanh" else {}  # as published
+    how: dict[str, Any] = dict(form=form, copies=arm["seeds"], device=device) | slow
+    learner = Model(Task(arm["S"], replace=True), features, rule, norm, **how)
+    (courses,) = train([learner], steps=arm["steps"], every=min(100, arm["steps"]), target=0.001, patience=11,
+                       device=device, report=report)  # fmt: skip
+    return [
+        dict(copy=n, best=c.best, last=c.last, best_2S=_least(x[1] for x in c.scores), last_2S=c.scores[-1][1],
+             stopped=c.steps[-1], ended=c.ended)
+        for n, c in enumerate(courses)
+    ]  # fmt: skip
+
+
+def _least(numbers: Any) -> float:
+    return min((x for x in numbers if not math.isnan(x)), default=math.nan)
+
+
+def published(model: str, S: int) -> float | None:
+    return PUBLISHED[model][S // 20 - 1] if model in PUBLISHED and S % 20 == 0 and 20 <= S <= 200 else None
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """Best loss over training, mean over seeds: at L = S with the paper's in brackets, and at L = 2 S."""
+    sizes = sorted({row["S"] for row in rows})
+    shown = [S for S in sizes if S in (20, 60, 100, 140, 200)] or sizes
+    lines: dict[str, Row] = {}
+    for value, label in (("best", "L=S"), ("best_2S", "L=2S")):
+        for (model, S), (mean, _, _) in mean_over(rows, ("model", "S"), value).items():
+            if S in shown:
+                theirs = published(model, S) if value == "best" else None
+                line = lines.setdefault(f"{model} {label}", {"model": model, "scored at": label})
+                line[f"S={S}"] = f"{mean:.4f}" + ("" if theirs is None else f" ({theirs:.4f})")
+    order = {name: i for i, name in enumerate(MODELS)}
+    return sorted(lines.values(), key=lambda line: (order[line["model"]], line["scored at"] != "L=S"))
+
+
+LINES = {"sum": "o", "delta": "o", "fwm": "^", "logarithms": "s", "softmax": "D"}
+
+
+def _look(model: str) -> tuple[str, str]:
+    features, _, rest = model.partition(" ")
+    if rest == "fwm":
+        return plotting.colour("fwm" if features == "dpfp-1" else "tanh"), "^"
+    if rest == "sum":
+        return plotting.colour("none" if features == "dpfp-1" else "elu+1"), "v"
+    return plotting.colour(features), LINES[rest.split()[-1]] if rest else "D"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    note = (f"Best evaluation of each run; mean and range of {len({row['copy'] for row in rows})} seeds. Left: "
+            "sequences of S pairs, as the published scores; right: of 2 S, as in training.")  # fmt: skip
+    title = "Overwriting: loss when keys are written again, against the number of keys"
+    with plotting.figure(path, 2, size=(7.0, 5.2), title=title, note=note, share_y=True) as (left, right):
+        for axes, value in ((left, "best"), (right, "best_2S")):
+            means = mean_over(rows, ("model", "S"), value)
+            for model in (m for m in MODELS if any(m == name for name, _ in means)):
+                points = sorted((S, *numbers) for (m, S), numbers in means.items() if m == model)
+                points = [p for p in points if math.isfinite(p[1])]
+                colour, marker = _look(model)
+                theirs = [(S, loss) for S, *_ in points if (loss := published(model, S)) is not None]
+                if theirs and axes is left:
+                    plotting.paper(axes, *zip(*theirs, strict=True), color=colour)
+                if points:
+                    S, mean, low, high = zip(*points, strict=True)
+                    label = f"{model} as published, ours" if MODELS[model][3] == "published" else model
+                    plotting.curve(axes, S, mean, label=label, color=colour, marker=marker, band=(low, high))
+            axes.set_yscale("log")
+            axes.axhline(0.5, color=plotting.PAPER, linewidth=0.8)
+            axes.axhline(0.001, color=plotting.PAPER, linewidth=0.8, linestyle=":")
+            axes.set_xlabel("keys S")
+        left.set_title("Scored at L = S")
+        right.set_title("Scored at L = 2S")
+        left.set_ylabel("loss (0.5: answers nothing; 0.001: training stops)")
+        plotting.key(right, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def check(rows: list[Row], smoke: bool) -> list[str]:
+    at = {
+        f"{value}": {k: v[0] for k, v in mean_over(rows, ("model", "S"), value).items()}
+        for value in ("best", "best_2S")
+    }
+    sizes = sorted({row["S"] for row in rows})
+    for value, scores in at.items():
+        for S in (S for S in sizes if S <= 120):
+            delta, total = scores["dpfp-1 delta", S], scores["dpfp-1 sum", S]
+            assert delta < total, f"{value} at S = {S}: delta {delta:.4f}, sum {total:.4f}"
+    said = ["DPFP-1: the delta rule is better than the sum rule at every S up to 120, at both lengths"]
+    worst = min(scores for (model, _), scores in at["best"].items() if model == "tanh fwm")
+    assert worst > 0.5, f"tanh fwm reaches {worst:.3f}, better than answering nothing"
+    said.append(f"the Fast Weight Memory baseline never gets below {worst:.2f}; answering nothing scores 0.5")
+    if smoke:
+        return said
+    wide = {S: at["best"]["dpfp-2 delta", S] for S in sizes}
+    assert all(loss < 0.01 for loss in wide.values()), f"dpfp-2 delta fails within its 256 features: {wide}"
+    narrow = {S: at["best"]["elu+1 delta", S] for S in sizes if S >= 100}
+    assert all(loss > 0.05 for loss in narrow.values()), f"elu+1 delta works beyond its 64 features: {narrow}"
+    said.append("delta rule: DPFP-2 retrieves up to S = 200 < 256 features; ELU+1 fails from S = 100 > 64 features")
+    lost = [row for row in rows if row["model"] == "favor-64 delta" and not math.isfinite(row["last"])]
+    kept = [row for row in rows if row["model"] == "favor-64 delta, logarithms" and not math.isfinite(row["last"])]
+    assert lost, "published FAVOR+ with the delta rule did not become NaN"
+    assert not kept, f"FAVOR+ from logarithms became NaN: {kept[:2]}"
+    said.append(f"published FAVOR+ with the delta rule became NaN in {len(lost)} runs, from logarithms in none")
+    return said

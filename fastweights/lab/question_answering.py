@@ -1,0 +1,115 @@
+"""Question answering: bAbI's twenty tasks, memories against softmax attention of equal size.
+
+Paper: Weston et al. 2015 (tasks); the extension that reviewers of Schlag et al. 2021 proposed.
+Claim: a memory of constant size answers questions about a story nearly as well as softmax attention of equal size, and
+    the delta rule, which can overwrite an outdated fact, better than the sum rule.
+Cost: about 80 seconds of one H200 that 16 processes share (5 s per arm).
+Differs: one model for all tasks (1,000 questions each); a story is read once and all its questions are answered on the
+    way; no supporting facts; two blocks of width 128.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights.lab import models, plotting, steps, stories
+from fastweights.lab.results import mean_over
+
+FULL: dict[str, Any] = dict(
+    models=("softmax", "linear", "dpfp-sum", "elu-delta", "dpfp-delta", "delta", "gated-delta", "lstm"),
+    dim=128, depth=2, tokens=8192, epochs=24, lr=2e-3, limit=0, seeds=2,
+)  # fmt: skip
+SMOKE: dict[str, Any] = dict(models=("softmax", "delta"), dim=16, depth=1, tokens=1024, epochs=5, lr=1e-2, limit=24,
+                             seeds=1)  # fmt: skip
+SUM, DELTA = ("linear", "dpfp-sum"), ("elu-delta", "dpfp-delta", "delta", "gated-delta")
+
+
+def arms(models, dim, depth, tokens, epochs, lr, limit, seeds):
+    rest = dict(dim=dim, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
+    return [dict(model=m, seed=s, **rest) for s in range(seeds) for m in models]
+
+
+def run(arm, *, device, report):
+    found = stories.load(None if report.smoke else report.data, arm["limit"])
+    vocab = 1 + len(found.words) + len(found.answers)  # answers are told apart from words
+    model = models.build([arm["model"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4, dropout=0.1).to(device)
+    to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731
+
+    def answers(words: Tensor) -> Tensor:
+        return model(words)[0] @ model.embedding.weight[1 + len(found.words) :].mT
+
+    def objective(words: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(answers(words).float().flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+    train, order = list(found.train), random.Random(arm["seed"])
+    step = steps.Steps(model, objective, device, lr=arm["lr"])
+    for epoch in range(arm["epochs"]):
+        order.shuffle(train)
+        epoch_batches = stories.batches(train, found, arm["tokens"])
+        order.shuffle(epoch_batches)
+        for batch in epoch_batches:
+            words, labels, _ = to(batch)
+            loss = step(steps.rate(epoch, arm["epochs"], 2), words, labels)
+        report(epoch / arm["epochs"], f"{arm['model']}, loss {float(loss):.2f}")
+    return [dict(read=found.name, parameters=sum(p.numel() for p in model.parameters()), task=task, error=error)
+            for task, error in errors(model, answers, found, arm["tokens"], device).items()]  # fmt: skip
+
+
+@torch.no_grad()
+def errors(model: Any, answers: Any, found: stories.Stories, tokens: int, device: str) -> dict[int, float]:
+    """Share of wrong answers on the test stories of each task."""
+    model.eval()
+    wrong, asked = np.zeros(21), np.zeros(21)
+    for words, labels, tasks in stories.batches(found.test, found, tokens):
+        with steps.autocast(device):
+            guess = answers(torch.from_numpy(words).to(device)).argmax(-1).cpu().numpy()
+        np.add.at(wrong, tasks, ((guess != labels) & (labels >= 0)).sum(1))
+        np.add.at(asked, tasks, (labels >= 0).sum(1))
+    return {t: float(wrong[t] / asked[t]) for t in range(1, 21) if asked[t]}
+
+
+def _means(rows):
+    return {key: m[0] for key, m in mean_over(rows, ("model", "task"), "error").items()}
+
+
+def table(rows):
+    means = _means(rows)
+    names = list(dict.fromkeys(r["model"] for r in rows))
+    tasks = sorted({r["task"] for r in rows})
+    shown = [dict(task=f"{t} {stories.TASKS[t - 1]}") | {m: means[m, t] for m in names} for t in tasks]
+    return [*shown, dict(task="mean") | {m: float(np.mean([means[m, t] for t in tasks])) for m in names}]
+
+
+def plot(rows, path: Path):
+    means = _means(rows)
+    names, tasks = list(dict.fromkeys(r["model"] for r in rows)), sorted({r["task"] for r in rows})
+    grid = np.array([[means[m, t] for t in tasks] + [np.mean([means[m, t] for t in tasks])] for m in names]) * 100
+    with plotting.figure(path, size=(11, 1.2 + 0.42 * len(names)), title="Wrong answers in percent, by task") as ax:
+        ax.imshow(grid, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        for i, j in np.ndindex(grid.shape):
+            ax.text(j, i, f"{grid[i, j]:.0f}", ha="center", va="center", fontsize=8.5,
+                    color="white" if grid[i, j] > 55 else plotting.INK)  # fmt: skip
+        labels = [f"{t} {stories.TASKS[t - 1]}" for t in tasks] + ["mean"]
+        ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
+        ax.set_yticks(range(len(names)), names)
+        ax.grid(visible=False)
+        ax.axvline(len(tasks) - 0.5, color="white", linewidth=3)
+
+
+def check(rows, smoke):
+    mean = {m: v[0] for (m,), v in mean_over(rows, ("model",), "error").items()}
+    if smoke:
+        worst = max(mean.values())
+        assert worst < 0.83, f"wrong answers {worst:.2f}, no better than guessing one of six places"
+        return [f"every model answers better than chance: at most {worst:.2f} wrong of 0.83"]
+    best_sum, best_delta = min(SUM, key=mean.__getitem__), min(DELTA, key=mean.__getitem__)
+    said = ", ".join(f"{m} {e:.1%}" for m, e in sorted(mean.items(), key=lambda x: x[1]))
+    for one, other in (("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum")):
+        assert mean[one] < mean[other], f"{one} is not ahead of {other}: {said}"
+    assert mean[best_delta] < mean["softmax"] + 0.05, f"memories are far behind softmax: {said}"
+    return [f"mean error {said}", f"the best with the delta rule is {best_delta}, with the sum rule {best_sum}"]

@@ -1,0 +1,159 @@
+"""Recall: many keys and values in one sequence, each asked for later (multi-query associative recall).
+
+Paper: Arora et al. 2023, "Zoology"; the question behind Schlag et al. 2021, section 4.
+Claim: attention recalls any number of pairs at any width; a memory needs width, and at equal width the delta rule
+    recalls more than the sum rule.
+Cost: about 2 minutes of one H200 that 16 processes share (2 s per arm); the published sweep has a hundred times as
+    many sequences per point and four learning rates.
+Differs: fresh sequences at every step instead of 100,000 seen 64 times; one model per width for all numbers of pairs;
+    512 instead of 8,192 tokens; every mixer, softmax too, has a convolution of four tokens; one learning rate.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights.lab import models, plotting, steps
+from fastweights.lab.results import mean_over
+
+FULL: dict[str, Any] = dict(
+    models=("softmax", "linear", "performer", "dpfp-sum", "retnet", "elu-delta", "dpfp-delta", "delta", "gated-delta"),
+    widths=(16, 32, 64), pairs=64, vocab=512, batch=64, steps=1000, lr=5e-3, seeds=2,
+)  # fmt: skip
+SMOKE: dict[str, Any] = dict(models=("softmax", "delta"), widths=(16,), pairs=4, vocab=24, batch=64, steps=90, lr=1e-2,
+                             seeds=1)  # fmt: skip
+DELTA = ("elu-delta", "dpfp-delta", "delta", "gated-delta")
+SUM = ("linear", "performer", "dpfp-sum", "retnet")
+TESTED = 1024  # sequences per number of pairs
+
+
+def arms(models, widths, pairs, vocab, batch, steps, lr, seeds):
+    rest = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps, lr=lr)
+    return [dict(model=m, width=w, seed=s, **rest) for s in range(seeds) for w in widths for m in models]
+
+
+def sequences(rows: int, pairs: Tensor, most: int, vocab: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """tokens and labels (rows, 4 * most); label -1 where nothing is asked.
+
+    A row starts with its pairs[row] key-value pairs, k1 v1 k2 v2 ...; then the keys come back, each once, in random
+    order and at random even places, and the label there is its value. Other places after the pairs hold token 0.
+    Keys are 1 .. vocab / 2 - 1, different within a row; values are vocab / 2 .. vocab - 1.
+    """
+    device, half = pairs.device, vocab // 2
+    draw = lambda n: torch.rand(rows, n, generator=generator, device=device)  # noqa: E731
+    keys = 1 + draw(half - 1).argsort(1)[:, :most]
+    values = half + (draw(most) * half).long()
+    number = torch.arange(most, device=device)
+    there = number < pairs[:, None]
+    first = torch.stack([keys, values], 2).where(there[..., None], 0).flatten(1)  # (rows, 2 most)
+    place = draw(most).argsort(1)  # slot of two tokens after the pairs, one per key: all keys fit whatever `pairs` is
+    second = torch.zeros_like(first)
+    labels = torch.full_like(first, -1)
+    second.scatter_(1, 2 * place, keys.where(there, 0))
+    labels.scatter_(1, 2 * place, values.where(there, -1))
+    return torch.cat([first, second], 1), torch.cat([torch.full_like(first, -1), labels], 1)
+
+
+def counts(most: int) -> list[int]:
+    """Numbers of pairs that are trained and tested: powers of two."""
+    return [2**i for i in range(2, most.bit_length()) if 2**i <= most]
+
+
+def run(arm, *, device, report):
+    most, vocab, batch = arm["pairs"], arm["vocab"], arm["batch"]
+    generator = torch.Generator(device).manual_seed(arm["seed"])
+    model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=1 if arm["width"] < 64 else 2,
+                         conv=4).to(device)  # fmt: skip
+    choices = torch.tensor(counts(most), device=device)
+    step = steps.Steps(model, lambda tokens, labels: F.cross_entropy(
+        answers(model, tokens).float().flatten(0, 1), labels[:, labels.shape[1] // 2 :: 2].flatten(), ignore_index=-1
+    ), device, lr=arm["lr"])  # fmt: skip
+    for i in range(arm["steps"]):
+        some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
+        loss = step(steps.rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
+        if i % 100 == 0:
+            report(i / arm["steps"], f"{arm['model']} width {arm['width']}, loss {float(loss):.2f}")
+    parameters = sum(p.numel() for p in model.parameters())
+    state = _state_size(model)
+    generator.manual_seed(10_000 + arm["seed"])  # not among the training sequences' streams
+    return [dict(tested=n, accuracy=accuracy(model, n, most, vocab, generator, device), parameters=parameters,
+                 state=state) for n in counts(most)]  # fmt: skip
+
+
+def answers(model: Any, tokens: Tensor) -> Tensor:
+    """Logits (B, n, V) at the n places where a key may be asked for."""
+    return model(tokens)[0][:, tokens.shape[1] // 2 :: 2] @ model.embedding.weight.mT
+
+
+@torch.no_grad()
+def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generator, device: str) -> float:
+    model.eval()
+    right = asked = 0.0
+    for _ in range(max(1, TESTED // 256)):
+        tokens, labels = sequences(256, torch.full((256,), n, device=device), most, vocab, generator)
+        labels = labels[:, labels.shape[1] // 2 :: 2]
+        with steps.autocast(device):
+            guess = answers(model, tokens).argmax(-1)
+        right, asked = right + float((guess == labels).sum()), asked + float((labels >= 0).sum())
+    return right / asked
+
+
+def _state_size(model: Any) -> int:
+    """Numbers carried from token to token; softmax's grow with the sequence and count as 0."""
+    states = [block.mixer.init_state(1) for block in model.blocks]
+    return sum(s.memory.numel() for s in states if s is not None)
+
+
+def table(rows):
+    means = mean_over(rows, ("width", "model", "tested"), "accuracy")
+    shown: dict[tuple, dict[str, Any]] = {}
+    for (width, model, tested), (mean, _, _) in sorted(means.items(), key=lambda m: m[0][:1]):
+        shown.setdefault((width, model), dict(width=width, model=model))[f"{tested} pairs"] = mean
+    return list(shown.values())
+
+
+def plot(rows, path: Path):
+    widths, tested = (sorted({r[c] for r in rows}) for c in ("width", "tested"))
+    found = {r["model"] for r in rows}
+    names = [m for m in FULL["models"] if m in found]
+    means = mean_over(rows, ("width", "model", "tested"), "accuracy")
+    note = "Two blocks, a convolution of four tokens in every mixer. Dashed: sum rule. Bands: range over seeds."
+    with plotting.figure(path, len(widths), size=(3.9, 3.6), title="Recall by width and number of pairs", note=note,
+                         share_y=True) as axes:  # fmt: skip
+        panels = list(axes) if len(widths) > 1 else [axes]
+        for ax, width in zip(panels, widths, strict=True):
+            for i, name in enumerate(names):
+                points = {t: v for (w, m, t), v in means.items() if (w, m) == (width, name)}
+                x = sorted(points)
+                band = ([points[t][1] for t in x], [points[t][2] for t in x])
+                color = plotting.INK if name == "softmax" else plotting.PALETTE[i]
+                plotting.curve(ax, x, [points[t][0] for t in x], label=name, color=color, band=band, dashed=name in SUM)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(tested, labels=tested)
+            ax.set(title=f"width {width}", xlabel="key-value pairs", ylim=(-0.02, 1.04))
+        panels[0].set_ylabel("recalled")
+        plotting.key(panels[-1], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+
+
+def check(rows, smoke):
+    means = mean_over(rows, ("width", "model", "tested"), "accuracy")
+    if smoke:
+        chance = 2 / rows[0]["vocab"]
+        worst = min(m[0] for m in means.values())
+        assert worst > 2 * chance, f"recall {worst:.2f} is not above chance, {chance:.2f}, after a short training"
+        return [f"every model recalls more than twice chance: at least {worst:.2f} against {chance:.2f}"]
+    score = {(w, m): sum(v[0] for (a, b, _), v in means.items() if (a, b) == (w, m)) for w, m, _ in means}
+    widths, lines = sorted({w for w, _ in score}), []
+    many = max(t for _, _, t in means)
+    for width in widths[1:]:
+        worst = means[width, "softmax", many][0]
+        assert worst > 0.9, f"softmax of width {width} recalls {worst:.2f} of {many} pairs; the claim says nearly all"
+    lines.append(f"softmax recalls over 0.9 of {many} pairs at widths {', '.join(map(str, widths[1:]))}")
+    for one, other in (("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")):
+        better = [w for w in widths if score[w, one] > score[w, other]]
+        assert len(better) > len(widths) / 2, f"{one} beats {other} only at widths {better} of {widths}"
+        lines.append(f"{one} recalls more than {other} at {len(better)} of {len(widths)} widths")
+    return lines

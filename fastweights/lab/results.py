@@ -1,0 +1,135 @@
+"""Results of an experiment on disk: a line per arm while it runs, a table at the end; never half written."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastweights.core import FastWeightError
+
+Arm = dict[str, Any]
+Row = dict[str, Any]
+
+
+def key(arm: Arm) -> str:
+    """What identifies an arm: a short hash of its fields."""
+    return hashlib.sha256(json.dumps(arm, sort_keys=True).encode()).hexdigest()[:10]
+
+
+class Results:
+    """The arms of one experiment that are done: `results[key]` is the rows of an arm, each with the arm's own fields.
+
+    They are in FOLDER/NAME.jsonl, and in FOLDER/NAME.PART.jsonl of the parts that ran by themselves.
+    """
+
+    def __init__(self, folder: Path, name: str, part: str = ""):
+        self.folder, self.name, self.part = folder, name, part
+        self.path = folder / (f"{name}.{part}.jsonl" if part else f"{name}.jsonl")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FastWeightError(f"cannot write to {folder}: {error.strerror}") from None
+        self.done: dict[str, list[Row]] = {}
+        for path in [folder / f"{name}.csv", *sorted(folder.glob(f"{name}.*jsonl"))]:
+            if path.exists():
+                self.done |= read_csv(path) if path.suffix == ".csv" else _read_lines(path)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.done
+
+    def __getitem__(self, key: str) -> list[Row]:
+        return self.done[key]
+
+    def add(self, arm: Arm, rows: list[Row], seconds: float) -> None:
+        """Keep the rows of an arm, on disk before this returns."""
+        if clash := sorted(set(arm) & {name for row in rows for name in row}):
+            raise FastWeightError(f"{self.name}: rows have {', '.join(clash)}, which the arm has; expected other names")
+        whole = [arm | row | {"seconds": round(seconds, 2)} for row in rows]
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        line = json.dumps({"arm": arm, "rows": whole}) + "\n"
+        with open(self.path, "a") as file:
+            file.write("\n" * torn + line)
+            file.flush()
+            os.fsync(file.fileno())
+        self.done[key(arm)] = whole
+
+    def write_csv(self) -> Path:
+        """All of it as FOLDER/NAME.csv, which then holds what the lines held."""
+        path = self.folder / f"{self.name}.csv"
+        write(path, to_csv(self.done))
+        for lines in self.folder.glob(f"{self.name}.*jsonl"):
+            lines.unlink()
+        return path
+
+
+def _read_lines(path: Path) -> dict[str, list[Row]]:
+    done = {}
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # cut off by a kill: that arm runs again
+            continue
+        done[key(entry["arm"])] = entry["rows"]
+    return done
+
+
+def to_csv(done: dict[str, list[Row]]) -> str:
+    """Every field of any row, empty where a row has none; the last column says which arm it is of."""
+    columns = list(dict.fromkeys(c for rows in done.values() for row in rows for c in row))
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow([*columns, "arm"])
+    for arm, rows in done.items():
+        for row in rows:
+            table.writerow([*(_cell(row.get(c)) for c in columns), arm])
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def read_csv(path: Path) -> dict[str, list[Row]]:
+    """What `to_csv` wrote: numbers are numbers again, empty cells are absent."""
+    done: dict[str, list[Row]] = {}
+    with open(path, newline="") as file:
+        for cells in csv.DictReader(file):
+            arm = cells.pop("arm")
+            done.setdefault(arm, []).append({c: _value(text) for c, text in cells.items() if text != ""})
+    return done
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
+
+
+def write(path: Path, text: str) -> None:
+    """Under a temporary name until it is whole."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise FastWeightError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def mean_over(rows: Iterable[Row], by: tuple[str, ...], value: str) -> dict[tuple, tuple[float, float, float]]:
+    """(mean, lowest, highest) of a field over the rows that share the fields `by`, such as over seeds."""
+    groups: dict[tuple, list[float]] = {}
+    for row in rows:
+        if row.get(value) is not None:
+            groups.setdefault(tuple(row.get(b) for b in by), []).append(float(row[value]))
+    return {group: (sum(x) / len(x), min(x), max(x)) for group, x in groups.items()}

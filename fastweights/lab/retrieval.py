@@ -1,0 +1,299 @@
+"""The retrieval task of Schlag et al. 2021, section 6.1, and the models that are trained on it.
+
+A sequence holds L pairs of a key and a value out of S each; after it a key asks for its (last) value. Setting 1: L = S,
+every key and value once. Setting 2: L = 2 S, drawn with replacement, so keys are overwritten. Loss: half the squared
+distance to the one-hot value; answering nothing scores 0.5.
+
+Shapes: B sequences, L pairs, A copies of the model (seeds), side by side as heads; D = 64 key width, N queries.
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights import attention
+from fastweights.features import EPS as FEATURE_EPS
+from fastweights.features import favor_projection
+from fastweights.features import parse as parse_features
+from fastweights.lab.training import adam, descend
+from fastweights.layers import NORMS, AttentionConfig
+from fastweights.torch import fast_weight, feature_map
+from fastweights.torch.nn import OPS
+
+D = 64
+EPS = 1e-6  # the published code's, added to every denominator when reading
+BANK = 64  # FAVOR+'s directions are drawn anew for every batch, from this many draws
+QUERIES = 200  # at most, per sequence that is scored
+
+
+@dataclass(frozen=True)
+class Task:
+    """keys: S;  replace: setting 2."""
+
+    keys: int
+    replace: bool
+
+    @property
+    def length(self) -> int:
+        return self.keys * (1 + self.replace)
+
+    def sequences(self, B: int, L: int, A: int, device: str) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, L, A), integers."""
+        if self.replace:
+            keys, values = torch.randint(self.keys, (2, B, L, A), device=device)
+        else:
+            keys, values = torch.rand(2, B, self.keys, A, device=device).argsort(2)
+        return keys, values
+
+    def question(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The key at a random position of each sequence, and its last value: (B, A) each."""
+        B, L, A = keys.shape
+        at = torch.randint(L, (B, 1, A), device=keys.device)
+        asked = keys.gather(1, at)
+        order = torch.arange(1, L + 1, device=keys.device)[:, None]
+        last = ((keys == asked) * order).argmax(1, keepdim=True)
+        return asked[:, 0], values.gather(1, last)[:, 0]
+
+    def all_questions(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each of the first N keys: its last value (B, N, A) and whether it occurs; and the keys themselves."""
+        N = min(self.keys, QUERIES)
+        order = torch.arange(1, keys.shape[1] + 1, device=keys.device)[:, None, None]
+        asked = torch.arange(N, device=keys.device)[:, None]
+        last = ((keys[:, :, None] == asked) * order).amax(1)  # (B, N, A), 0 where absent
+        return asked.expand_as(last), values.gather(1, (last - 1).clamp(min=0)), last > 0
+
+
+def effective(
+    norm: str, features: str, raw: Tensor, beta: Tensor, *, projection: Tensor | None = None, z: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys (B, L, A, K) and rates (B, L, A) of the plain delta rule that writes the same, and z (B, A, K) after.
+
+    They are what `FastWeightAttention` gives to `fast_weight`; z: the attention norm's sum of keys to start from.
+    """
+    k = feature_map(raw, features, norm=NORMS[norm][0], projection=projection)
+    if NORMS[norm][1]:
+        total = k.cumsum(1) if z is None else z[:, None] + k.cumsum(1)
+        kappa = ((total - k) * k).sum(-1)
+        kappa = torch.where(kappa.abs() > 1e-12, kappa, 1.0)  # the first key finds nothing to divide
+        return k / kappa[..., None], beta * kappa, total[:, -1]
+    if norm == "nlms":
+        beta = beta / (k.square().sum(-1) + FEATURE_EPS)
+    return k, beta, k.sum(1) if z is None else z + k.sum(1)
+
+
+class Model:
+    """A copies of a model that writes pairs into a memory and reads it with a key, and their optimiser.
+
+    features: of the library, "softmax" (no memory: attention over all pairs) or "tanh".
+    rule: "sum", "delta" or "fwm" (Schlag 2021, ICLR: delta, the memory scaled back to norm 1, layer norm after).
+    norm: of `FastWeightAttention`.  form: "published" for FAVOR+ without scaling, its sum against an epsilon.
+    """
+
+    def __init__(self, task: Task, features: str, rule: str = "sum", norm: str = "attention", *, form: str = "stable",
+                 copies: int = 1, batch: int = 32, lr: float = 1e-3, device: str = "cpu"):  # fmt: skip
+        self.task, self.features, self.rule, self.norm, self.form = task, features, rule, norm, form
+        self.copies, self.batch, self.device = copies, batch, device
+        S, A = task.keys, copies
+        E = int(2.2 * S)
+        bound = D**-0.5
+        xavier = features == "softmax"
+
+        def uniform(*shape: int, limit: float) -> Tensor:
+            return (2 * limit * torch.rand(A, *shape) - limit).to(device).requires_grad_()
+
+        self.embedding = torch.randn(A, S, E).to(device).requires_grad_()
+        into_k = (6 / (S + E + D)) ** 0.5 if xavier else bound
+        into_q = (6 / (E + D)) ** 0.5 if xavier else bound
+        self.key_of_value, self.key_of_key = uniform(S, D, limit=into_k), uniform(E, D, limit=into_k)
+        self.key_bias, self.query_bias = uniform(D, limit=(S + E) ** -0.5), uniform(D, limit=E**-0.5)
+        self.query = uniform(E, D, limit=into_q)
+        self.parameters = [self.embedding, self.key_of_value, self.key_of_key, self.key_bias, self.query_bias,
+                           self.query]  # fmt: skip
+        if rule != "sum":
+            rate = (S + E) ** -0.5
+            self.beta_of_value, self.beta_of_key = uniform(S, 1, limit=rate), uniform(E, 1, limit=rate)
+            self.beta_bias = uniform(1, limit=rate)
+            self.parameters += [self.beta_of_value, self.beta_of_key, self.beta_bias]
+        self.optimizer = adam(self.parameters, lr)
+        self.eye = torch.eye(S, device=device)
+        self.offset = torch.arange(A, device=device) * S
+        self.bank = draws(int(features.partition("-")[2])).to(device) if features.startswith("favor") else None
+        own = features in ("softmax", "tanh") or (self.bank is not None and form == "published")
+        with warnings.catch_warnings():  # what the library warns of is what is studied here
+            warnings.simplefilter("ignore")
+            self.config = AttentionConfig(
+                D, A, features="identity" if own else features, rule="sum" if rule == "sum" else "delta",
+                norm="none" if own and rule != "sum" else norm, key_dim=D, value_dim=S, out_norm=False,
+            )  # fmt: skip
+
+    def pick(self, table: Tensor, index: Tensor) -> Tensor:
+        """Rows of table (A, S, width) at index (..., A) -> (..., A, width)."""
+        rows = table.flatten(0, 1).index_select(0, (index + self.offset).flatten())
+        return rows.view(*index.shape, table.shape[-1])
+
+    def raw_keys(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Of the concatenation of value and embedded key, through one linear map: (B, L, A, D)."""
+        by_key = torch.baddbmm(self.key_bias[:, None], self.embedding, self.key_of_key)
+        return self.pick(by_key, keys) + self.pick(self.key_of_value, values)
+
+    def raw_queries(self, keys: Tensor) -> Tensor:
+        return self.pick(torch.baddbmm(self.query_bias[:, None], self.embedding, self.query), keys)
+
+    def rates(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        if self.rule == "sum":
+            return None
+        by_key = torch.baddbmm(self.beta_bias[:, None], self.embedding, self.beta_of_key)
+        return torch.sigmoid(self.pick(by_key, keys) + self.pick(self.beta_of_value, values))[..., 0]
+
+    def directions(self) -> Tensor | None:
+        """Of this batch."""
+        if self.bank is None:
+            return None
+        return self.bank.index_select(0, torch.randint(BANK, (1,), device=self.device))[0]
+
+    def mapped(self, x: Tensor, directions: Tensor | None) -> Tensor:
+        """What the library's own feature maps do not do: tanh, and FAVOR+ as published."""
+        if self.features == "tanh":
+            return torch.tanh(x)
+        if directions is not None and self.form == "published":  # undo the library's scaling by D^(-1/4)
+            return feature_map(x * D**0.25, self.features, projection=directions)
+        return x
+
+    def phi(self, x: Tensor, directions: Tensor | None, query: bool) -> Tensor:
+        """Features as they are read with (query) or, for the sum rule, written with."""
+        x = self.mapped(x, directions)
+        if self.config.features == "identity":
+            return (
+                x / (x.sum(-1, keepdim=True) + EPS * query) if self.form == "published" and self.rule == "delta" else x
+            )
+        norm, divided = NORMS[self.norm]
+        of_q = "max" if query and divided and directions is not None else norm
+        return feature_map(x, self.config.features, norm=of_q, projection=directions)
+
+    def memory(self, keys: Tensor, values: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None."""
+        raw, v, beta = self.raw_keys(keys, values), self.eye[values], self.rates(keys, values)
+        if self.rule == "fwm":
+            return self._scaled_memory(self.phi(raw, directions, False), v, beta), None
+        own = self.config.features == "identity"
+        k = self.phi(raw, directions, False) if own else raw
+        projection = None if own else directions
+        # kernels would be compiled anew for every S
+        how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=None, log_decay=None)
+        _, memory, z = attention.mix(self.config, OPS, k, k, v, beta, None, None, None, projection, how)
+        return memory, z
+
+    def _scaled_memory(self, k, v, beta):
+        """The delta rule with the memory scaled back to a norm of 1 whenever it is longer, from the second pair on."""
+        (B, L, A, K), S = k.shape, v.shape[-1]
+        memory = k.new_zeros(B * A, K, S)
+        k, v, beta = (
+            k.transpose(0, 1).reshape(L, -1, K, 1),
+            v.transpose(0, 1).reshape(L, -1, 1, S),
+            beta.transpose(0, 1),
+        )
+        v, beta = v * beta.reshape(L, -1, 1, 1), -beta.reshape(L, -1, 1, 1)
+        for t in range(L):
+            error = torch.baddbmm(v[t], k[t].mT * beta[t], memory)  # beta (v - what the key retrieves)
+            memory = torch.baddbmm(memory, k[t], error)
+            if t:
+                memory = memory / memory.flatten(1).norm(dim=-1).clamp(min=1.0)[:, None, None]
+        return memory.view(B, A, K, S)
+
+    def read(self, memory: Tensor, z: Tensor | None, asked: Tensor, directions: Tensor | None) -> Tensor:
+        """Answers (B, N, A, S) to keys asked (B, N, A)."""
+        q = self.phi(self.raw_queries(asked), directions, True)
+        y = torch.einsum("bnak,baks->bnas", q, memory)
+        if self.rule == "fwm":
+            return F.layer_norm(y, y.shape[-1:])
+        return y if z is None else self._divide(y, torch.einsum("bnak,bak->bna", q, z)[..., None])
+
+    def _divide(self, y: Tensor, total: Tensor) -> Tensor:
+        if self.form == "published" or self.rule == "delta":
+            return y / (total + EPS)
+        return y / total.clamp(min=1e-30)
+
+    def attend(self, keys: Tensor, values: Tensor, asked: Tensor, directions: Tensor | None) -> Tensor:
+        """The same answers (B, N, A, S) as `read` of `memory`, from the weight of each pair, without a memory.
+
+        A sum of outer products read with a query is a weighted sum of values. For one query per sequence this is
+        hundreds of times less work.
+        """
+        if self.rule == "delta":
+            weights = self._overwritten(keys, values, asked, directions)
+        else:
+            k = self.raw_keys(keys, values)
+            if self.features == "softmax":
+                weights = torch.einsum("bnad,blad->bnal", self.raw_queries(asked), k * D**-0.5).softmax(-1)
+            else:
+                q, k = self.phi(self.raw_queries(asked), directions, True), self.phi(k, directions, False)
+                weights = torch.einsum("bnak,blak->bnal", q, k)
+                weights = self._divide(weights, weights.sum(-1, keepdim=True))
+        index = values.transpose(1, 2)[:, None].expand(*weights.shape)
+        return torch.zeros(*weights.shape[:3], self.task.keys, device=keys.device).scatter_add(-1, index, weights)
+
+    def _overwritten(self, keys, values, asked, directions):
+        """Weights (B, 1, A, L) of the delta rule, for one query per sequence (N = 1).
+
+        The memory is a product of transitions, and a query reads the last one first: it is itself a memory of one
+        column, from which the pairs, last to first, retrieve their weight and remove it.
+        """
+        own, divided = self.config.features == "identity", NORMS[self.config.norm][1]
+        if not divided:  # whole numbers are lighter to turn around than keys
+            keys, values = keys.flip(1), values.flip(1)
+        raw, beta = self.raw_keys(keys, values), self.rates(keys, values)
+        k, beta, z = effective(self.config.norm, self.config.features, self.phi(raw, directions, False) if own else raw,
+                               beta, projection=None if own else directions)  # fmt: skip
+        if divided:
+            k, beta = k.flip(1), beta.flip(1)
+        q = self.phi(self.raw_queries(asked), directions, True)[:, 0]
+        o, _ = fast_weight(k, k, torch.zeros_like(k[..., :1]), beta=beta, state=q[..., None], read="before",
+                           method="chunked")  # fmt: skip
+        weights = (o[..., 0] * beta).flip(1).transpose(1, 2)[:, None]
+        return self._divide(weights, (q * z).sum(-1)[:, None, :, None]) if divided else weights
+
+    def loss(self, keys: Tensor, values: Tensor, asked: Tensor, target: Tensor) -> Tensor:
+        """(A,): of one question per sequence, asked (B, A), and its answer."""
+        directions = self.directions()
+        if self.rule != "fwm":
+            y = self.attend(keys, values, asked[:, None], directions)[:, 0]
+        else:
+            y = self.read(*self.memory(keys, values, directions), asked[:, None], directions)[:, 0]
+        return 0.5 * (y - self.eye[target]).square().sum(-1).mean(0)
+
+    def step(self) -> None:
+        keys, values = self.task.sequences(self.batch, self.task.length, self.copies, self.device)
+        descend(self.loss(keys, values, *self.task.question(keys, values)).sum(), self.optimizer)
+
+    @torch.no_grad()
+    def score(self, L: int, sequences: int = 20) -> Tensor:
+        """(A,): mean loss over all keys that occur, in sequences of L pairs."""
+        keys, values = self.task.sequences(sequences, L, self.copies, self.device)
+        asked, target, occurs = self.task.all_questions(keys, values)
+        directions = self.directions()
+        if self.features == "softmax":
+            y = self.attend(keys, values, asked, directions)
+        else:
+            y = self.read(*self.memory(keys, values, directions), asked, directions)
+        error = 0.5 * (y - self.eye[target]).square().sum(-1) * occurs
+        return (error.sum(1) / occurs.sum(1)).mean(0)
+
+    def evaluate(self) -> Tensor:
+        """(A, 1), or (A, 2) in setting 2: at L = S, as published, and at L = 2 S, as it is trained."""
+        lengths = dict.fromkeys((self.task.keys, self.task.length))
+        return torch.stack([self.score(L) for L in lengths], 1)
+
+
+@functools.cache
+def draws(M: int) -> Tensor:
+    """(BANK, M, D): FAVOR+'s directions."""
+    return torch.stack([torch.from_numpy(favor_projection(M, D, seed)) for seed in range(BANK)]).float()
+
+
+def width(features: str) -> int:
+    """Of the features: the number of orthogonal keys a memory can hold."""
+    return D if features in ("softmax", "tanh") else parse_features(features).width(D)

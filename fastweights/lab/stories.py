@@ -1,0 +1,124 @@
+"""Stories with questions: bAbI's twenty tasks when they are at hand, made-up facts of the same kind otherwise.
+
+A story is one sequence of words with its questions where they are asked; the answer is wanted at the question mark and
+never stands in the text. Several words, as in "milk,football", are one answer.
+"""
+
+import functools
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+TASKS = (
+    "single fact", "two facts", "three facts", "two relations", "three relations", "yes or no", "counting", "lists",
+    "negation", "indefinite", "coreference", "conjunction", "compound coreference", "time", "deduction", "induction",
+    "positions", "sizes", "paths", "motivations",
+)  # fmt: skip
+WORD = re.compile(r"[\w']+|[.?]")
+PLACES = ("kitchen", "garden", "hallway", "office", "bathroom", "bedroom")
+PEOPLE, THINGS = ("mary", "john", "daniel", "sandra"), ("apple", "football", "milk")
+
+
+@dataclass(frozen=True)
+class Story:
+    task: int  # from 1
+    words: tuple[str, ...]
+    answers: tuple[tuple[int, str], ...]  # (index of the question mark, answer)
+
+
+@dataclass(frozen=True)
+class Stories:
+    """train and test, and the numbers of words and of answers; 0 is padding."""
+
+    name: str
+    train: list[Story]
+    test: list[Story]
+    words: dict[str, int]
+    answers: dict[str, int]
+
+
+@functools.lru_cache(2)
+def load(data: Path | None, limit: int = 0) -> Stories:
+    """limit: stories kept of each task; 0 keeps all."""
+    folder = None if data is None else data / "babi" / "en"
+    if folder is not None and folder.is_dir():
+        name = "babi"
+        train, test = ([s for t in range(1, 21) for s in _read(folder, t, split)[: limit or None]]
+                       for split in ("train", "test"))  # fmt: skip
+    else:
+        name, rng = "made up", random.Random(0)
+        train, test = ([_made_up(rng, task) for task in (1, 2) for _ in range(limit or n)] for n in (1000, 200))
+    words = sorted({w for s in train + test for w in s.words})
+    answers = sorted({a for s in train + test for _, a in s.answers})
+    return Stories(name, train, test, {w: i + 1 for i, w in enumerate(words)}, {a: i for i, a in enumerate(answers)})
+
+
+def _read(folder: Path, task: int, split: str) -> list[Story]:
+    path = next(folder.glob(f"qa{task}_*_{split}.txt"))
+    found: list[Story] = []
+    words: list[str] = []
+    answers: list[tuple[int, str]] = []
+    for line in [*path.read_text().splitlines(), "1 "]:
+        number, _, rest = line.partition(" ")
+        if number == "1" and answers:
+            found.append(Story(task, tuple(words), tuple(answers)))
+        if number == "1":
+            words, answers = [], []
+        said, _, answer = rest.partition("\t")
+        words += WORD.findall(said.lower())
+        if answer:
+            answers.append((len(words) - 1, answer.split("\t")[0].lower()))
+    return found
+
+
+def _made_up(rng: random.Random, task: int) -> Story:
+    """Who is where (1), and where a thing is that people carry about (2)."""
+    at = dict.fromkeys(PEOPLE, "")
+    words: list[str] = []
+    answers: list[tuple[int, str]] = []
+    holder = dict.fromkeys(THINGS, "")
+    for _ in range(4):
+        for _ in range(2):
+            who, place = rng.choice(PEOPLE), rng.choice(PLACES)
+            at[who] = place
+            words += [who, "went", "to", "the", place, "."]
+            if task == 2:
+                thing = rng.choice(THINGS)
+                holder[thing] = who
+                words += [who, "took", "the", thing, "."]
+        if task == 1:
+            asked = rng.choice([p for p in PEOPLE if at[p]])
+            answer = at[asked]
+        else:
+            asked = rng.choice([t for t in THINGS if holder[t]])
+            answer = at[holder[asked]]
+        words += ["where", "is", asked, "?"] if task == 1 else ["where", "is", "the", asked, "?"]
+        answers.append((len(words) - 1, answer))
+    return Story(task, tuple(words), tuple(answers))
+
+
+def batches(stories: list[Story], found: Stories, tokens: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Arrays (words, labels, tasks) of stories of like length, padded to one of few lengths, `tokens` in each batch.
+
+    labels (B, T): the answer at question marks, -1 elsewhere.  tasks (B,).  The last batch of a length is filled up
+    with empty rows of task 0.
+    """
+    groups: dict[int, list[Story]] = {}
+    for s in stories:
+        groups.setdefault(max(32, 2 ** (len(s.words) - 1).bit_length()), []).append(s)
+    made = []
+    for length, group in sorted(groups.items()):
+        rows = max(1, tokens // length)
+        for at in range(0, len(group), rows):
+            words, labels = np.zeros((rows, length), np.int64), np.full((rows, length), -1)
+            tasks = np.zeros(rows, np.int64)
+            for i, s in enumerate(group[at : at + rows]):
+                words[i, : len(s.words)] = [found.words[w] for w in s.words]
+                for where, answer in s.answers:
+                    labels[i, where] = found.answers[answer]
+                tasks[i] = s.task
+            made.append((words, labels, tasks))
+    return made

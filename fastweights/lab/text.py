@@ -1,0 +1,107 @@
+"""Corpora of the lab as arrays of tokens: WikiText-2 by words or bytes, enwik8, or the standard library's sources."""
+
+import functools
+import lzma
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastweights.core import FastWeightError
+from fastweights.lm import corpus
+
+NAMES = ("wikitext-2-words", "wikitext-2-bytes", "enwik8", "stdlib-words", "stdlib-bytes")
+SPLITS = ("train", "valid", "test")
+MEGABYTES = 12  # of enwik8: the first, cut 90 / 5 / 5
+RARE = 3  # words of the standard library seen less often are unknown; WikiText marks its own
+TITLE = re.compile(r"^ = [^=].*[^=] = $", re.M)  # of an article of WikiText
+
+
+@dataclass(frozen=True)
+class Text:
+    """One corpus: a stream of tokens per split, where its documents begin, and bytes per token of the test stream."""
+
+    name: str
+    vocab: int
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+    starts: dict[str, np.ndarray]  # of documents, in each stream
+    bytes_per_token: float
+    by_words: bool
+
+
+@functools.lru_cache(6)
+def load(name: str, data: Path | None, limit: int = 0) -> Text:
+    """A corpus by name; without its file in `data`, the standard library read the same way.
+
+    limit: tokens kept of each split; 0 keeps all.
+    """
+    if name not in NAMES:
+        raise FastWeightError(f"corpus is {name!r}; expected one of {', '.join(NAMES)}")
+    by_words, documents = name.endswith("words"), None
+    if data is not None and name.startswith("wikitext-2"):
+        documents = _wikitext(data / "wikitext-2")
+    elif data is not None and name == "enwik8":
+        documents = _enwik8(data)
+    if documents is None:
+        name, documents = f"stdlib-{'words' if by_words else 'bytes'}", _stdlib(limit)
+    parts, starts, sizes = {}, {}, {}
+    types = _types(documents["train"], 1 if name.startswith("wikitext") else RARE) if by_words else {}
+    for split in SPLITS:
+        pieces = [np.array([types.get(w, 0) for w in _words(d)]) if by_words else np.frombuffer(d.encode(), np.uint8)
+                  for d in documents[split]]  # fmt: skip
+        stream = np.concatenate(pieces).astype(np.int64)
+        at = np.cumsum([0, *map(len, pieces)])[:-1]
+        sizes[split] = sum(len(d.encode()) for d in documents[split]) / max(1, len(stream))
+        parts[split] = stream[:limit] if limit else stream
+        starts[split] = at[at < len(parts[split])]
+    vocab = len(types) if by_words else 256
+    return Text(name, vocab, parts["train"], parts["valid"], parts["test"], starts, sizes["test"], by_words)
+
+
+def _words(document: str) -> list[str]:
+    """What stands between spaces, and <eos> for a line's end."""
+    return [w for line in document.splitlines() for w in (*line.split(), "<eos>")]
+
+
+def _types(documents: list[str], least: int) -> dict[str, int]:
+    """Numbers of the words seen at least so often, in order of appearance; all others are 0, <unk>."""
+    counts = Counter(w for d in documents for w in _words(d))
+    kept = dict.fromkeys(w for w, n in counts.items() if n >= least)
+    return {w: i for i, w in enumerate({"<unk>": None} | kept)}
+
+
+def _wikitext(folder: Path) -> dict[str, list[str]] | None:
+    paths = {s: folder / f"wiki.{s}.tokens" for s in SPLITS}
+    if not all(p.exists() for p in paths.values()):
+        return None
+    found = {}
+    for split, path in paths.items():
+        text = path.read_text(encoding="utf-8")
+        at = [m.start() for m in TITLE.finditer(text)]
+        found[split] = [text[a:b] for a, b in zip([0, *at[1:]], [*at[1:], len(text)], strict=True)]
+    return found
+
+
+def _enwik8(folder: Path) -> dict[str, list[str]] | None:
+    path = next((p for p in (folder / "enwik8.xz", folder / "enwik8") if p.exists()), None)
+    if path is None:
+        return None
+    with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
+        raw = file.read(MEGABYTES * 10**6)
+    edges = [0, int(len(raw) * 0.9), int(len(raw) * 0.95), len(raw)]
+    return {s: [raw[a:b].decode("utf-8", "ignore")] for s, a, b in zip(SPLITS, edges, edges[1:], strict=False)}
+
+
+def _stdlib(limit: int) -> dict[str, list[str]]:
+    """Files split by name. With a limit only the first files are read: enough to try things."""
+    found = []
+    for document in corpus.documents("stdlib"):
+        found.append(document)
+        if limit and len(found) >= 40:
+            break
+    parts = corpus.split(found, "stdlib")
+    return {s: [d.data.decode("utf-8", "replace") for d in parts[s]] for s in SPLITS}

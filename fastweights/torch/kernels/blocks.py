@@ -1,0 +1,70 @@
+"""Block sizes by shape, dtype and GPU: `python -m benchmarks.choose_blocks` measures these tables.
+
+Nothing is tuned at run time. The tables are those of Hopper (an H200); other GPUs use the same numbers without the copy
+engine, as do inputs that it cannot take.
+"""
+
+from functools import cache
+
+import torch
+
+# (warps, stages). Walks: by the width of a block of keys and whether there are more programs than multiprocessors, for
+# 16-bit numbers by the copy engine. Local gradients: by the width of a block of values. Inverses: of a block of keys.
+WALK = {(64, True): (4, 2), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
+REVERSE = {(64, True): (4, 2), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
+LOCAL = {64: (4, 1), 128: (4, 1)}
+INVERSE = {64: (4, 1), 128: (4, 1)}
+
+
+ON_CHIP = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}  # widest keys whose memory fits registers
+
+
+def wide(k):
+    """BK of the walks in wide.py, or None where the memory fits registers."""
+    return None if k.shape[-1] <= ON_CHIP[k.dtype] else 64 if k.dtype == torch.float32 else 128
+
+
+def block(width):
+    """The smallest power of two that holds `width`, at least 64: narrower operands read out of bounds on Hopper."""
+    return max(64, 1 << (width - 1).bit_length())
+
+
+def walks(layout, k, V, table):
+    """(TMA, BK, BV, warps, stages) of a walk. More than four warps only where the memory does not fit one group."""
+    BK = block(k.shape[-1])
+    if k.dtype == torch.float32:
+        return False, BK, 64, 8 if BK > 64 else 4, 1
+    if BK > 128:
+        return False, BK, 64, 8, 1
+    if copied_by_engine(layout, k, BK, V, 64):
+        many = layout.sequences * k.shape[2] * -(-V // 64) > _multiprocessors(k.device)
+        return True, BK, 64, *table[BK, many]
+    return False, BK, 64, 4, 2
+
+
+def copied_by_engine(layout, q, BK, V, BV):
+    """Whether tiles are loaded and stored by Hopper's copy engine: whole chunks, whole blocks, 16-bit numbers."""
+    fits = layout.whole and q.shape[-1] == BK and V % BV == 0 and q.dtype != torch.float32
+    return fits and q.is_cuda and _is_hopper(q.device)
+
+
+def local(q, V):
+    """(BV, warps, stages) of the gradients within a row."""
+    BV = 64 if V <= 64 or q.dtype == torch.float32 else 128
+    return BV, *((4, 1) if q.dtype == torch.float32 else LOCAL[BV])
+
+
+def inverse(k):
+    """(BK, warps, stages) of the inverses."""
+    BK = 128 if k.shape[-1] > 64 else 64
+    return BK, *INVERSE[BK]
+
+
+@cache
+def _is_hopper(device):
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def _multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,219 @@
+"""Feature maps and their normalisation in one pass over memory, forward and backward.
+
+A row is one token of one head. Nothing but the input is saved: the backward computes the features again. DPFP reads
+its input where it lies, feature j * 2d + m being u_m u_{m-j-1} of u = [relu(x), relu(-x)], and gathers its gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.features import EPS, FeatureMap
+from fastweights.torch import functional
+from fastweights.torch.kernels.launch import on_device_of, register, start
+
+KINDS = {"identity": 0, "relu": 1, "silu": 2, "elu+1": 3, "dpfp": 4}
+NORMS = {"none": 0, "sum": 1, "l2": 2}
+WIDEST = 4096  # features of one token that a program holds at once
+
+
+@triton.jit
+def _half(x, at, m, inside, D: tl.constexpr):
+    """u_m of u = [relu(x), relu(-x)], for m in [0, 2 D)."""
+    value = tl.load(x + at + m % D, mask=inside, other=0.0).to(tl.float32)
+    return tl.maximum(tl.where(m < D, value, -value), 0.0)
+
+
+@triton.jit
+def _phi(x, at, f, inside, D: tl.constexpr, KIND: tl.constexpr):
+    """Features f of the row at `at`, before normalisation."""
+    if KIND == 4:
+        m = f % (2 * D)
+        return _half(x, at, m, inside, D) * _half(x, at, (m - f // (2 * D) - 1 + 2 * D) % (2 * D), inside, D)
+    else:
+        value = tl.load(x + at + f, mask=inside, other=0.0).to(tl.float32)
+        if KIND == 1:
+            value = tl.maximum(value, 0.0)
+        elif KIND == 2:
+            value = value * tl.sigmoid(value)
+        elif KIND == 3:
+            value = tl.where(inside, tl.where(value > 0, value + 1, tl.exp(tl.minimum(value, 0.0))), 0.0)
+        return value
+
+
+@triton.jit
+def _scale(phi, NORM: tl.constexpr, EPS: tl.constexpr):
+    """What a row [R, W] of features is multiplied by."""
+    if NORM == 1:
+        return 1.0 / (tl.sum(tl.abs(phi), 1) + EPS)
+    else:
+        return 1.0 / tl.sqrt(tl.sum(phi * phi, 1) + EPS)
+
+
+@triton.jit
+def _forward(x, y, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+             R: tl.constexpr, BW: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    f = tl.arange(0, BW)
+    inside = (row < rows)[:, None] & (f < W)[None, :]
+    at = row // H * stride + row % H * head_stride
+    phi = _phi(x, at[:, None], f[None, :], inside, D, KIND)
+    if NORM:
+        phi *= _scale(phi, NORM, EPS)[:, None]
+    tl.store(y + row[:, None] * W + f[None, :], phi.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pull(x, dy, at, row, m, p, j, other, inside, s, e, D: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of u_m through feature p of roll j, which is u_m times u at `other`."""
+    u = _half(x, at, other, inside, D)
+    slope = s * tl.load(dy + row * W + (j - 1) * 2 * D + p, mask=inside, other=0.0).to(tl.float32)
+    if NORM == 1:
+        slope += e
+    if NORM == 2:
+        slope += e * u * _half(x, at, m, inside, D)
+    return slope * u
+
+
+@triton.jit
+def _backward(x, dy, dx, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, NU: tl.constexpr,
+              R: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
+              KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    f = tl.arange(0, BW)
+    real = row < rows
+    inside = real[:, None] & (f < W)[None, :]
+    at = (row // H * stride + row % H * head_stride)[:, None]
+    s = tl.full([R, 1], 1.0, tl.float32)  # gradient of the features: s dy + e phi (l2) or s dy + e sign(phi) (sum)
+    e = tl.zeros([R, 1], tl.float32)
+    if NORM or KIND != 4:
+        phi = _phi(x, at, f[None, :], inside, D, KIND)
+        g = tl.load(dy + row[:, None] * W + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        s = _scale(phi, NORM, EPS)[:, None]
+        e = -s * s * tl.sum(g * phi, 1)[:, None]
+        if NORM == 2:
+            e *= s
+    if KIND == 4:
+        a = tl.arange(0, BD)[None, :]
+        inside = real[:, None] & (a < D)
+        value = tl.load(x + at + a, mask=inside, other=0.0).to(tl.float32)
+        out = tl.zeros([R, BD], tl.float32)
+        for half in tl.static_range(2):
+            m = a + half * D
+            du = tl.zeros([R, BD], tl.float32)
+            for j in range(1, NU + 1):
+                before, after = (m - j + 2 * D) % (2 * D), (m + j) % (2 * D)
+                du += _pull(x, dy, at, row[:, None], m, m, j, before, inside, s, e, D, W, NORM)
+                du += _pull(x, dy, at, row[:, None], m, after, j, after, inside, s, e, D, W, NORM)
+            out += tl.where(value > 0, du, 0.0) if half == 0 else tl.where(value < 0, -du, 0.0)
+        tl.store(dx + row[:, None] * D + a, out.to(dx.dtype.element_ty), mask=inside)
+    else:
+        if NORM == 2:
+            g = s * g + e * phi
+        elif NORM == 1:
+            g = s * g + e * tl.where(phi > 0, 1.0, tl.where(phi < 0, -1.0, 0.0))
+        value = tl.load(x + at + f[None, :], mask=inside, other=0.0).to(tl.float32)
+        if KIND == 1:
+            g = tl.where(value > 0, g, 0.0)
+        elif KIND == 2:
+            share = tl.sigmoid(value)
+            g *= share * (1 + value * (1 - share))
+        elif KIND == 3:
+            g *= tl.where(value > 0, 1.0, phi)
+        tl.store(dx + row[:, None] * D + f[None, :], g.to(dx.dtype.element_ty), mask=inside)
+
+
+def takes(phi: FeatureMap, norm: str, x: Tensor) -> bool:
+    """Whether `feature_map` computes this map of x."""
+    wide = x.dim() and x.shape[-1] and phi.kind in KINDS and phi.width(x.shape[-1]) <= WIDEST
+    return bool(wide) and norm in NORMS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def feature_map(x: Tensor, phi: FeatureMap, norm: str) -> Tensor:
+    """phi(x), normalised."""
+    return Features.apply(x, phi.kind, phi.size, norm)
+
+
+def eager(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
+    """The same in differentiable operators: what second derivatives go through."""
+    return FeatureMap(kind, size)(x.float(), torch, functional, norm=norm).to(x.dtype)
+
+
+def _rows(x):
+    """x (..., d) as (tokens, heads, d) with features next to each other: a view where there is one."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+
+
+def _blocks(W):
+    """(rows per program, features rounded up)."""
+    BW = max(16, 1 << (W - 1).bit_length())
+    return max(1, 4096 // BW), BW
+
+
+def features(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
+    W = FeatureMap(kind, size).width(x.shape[-1])
+    y = torch.empty(*x.shape[:-1], W, dtype=x.dtype, device=x.device)
+    if y.numel():
+        x = _rows(x)
+        tokens, H, D = x.shape
+        R, BW = _blocks(W)
+        with on_device_of(x):
+            start(_forward, (-(-tokens * H // R),), (x, y), (tokens * H, x.stride(0), x.stride(1)),
+                  (H, D, W, R, BW, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
+    return y
+
+
+def features_fake(x, kind, size, norm):
+    return x.new_empty(*x.shape[:-1], FeatureMap(kind, size).width(x.shape[-1]))
+
+
+def features_backward(dy: Tensor, x: Tensor, kind: str, size: int, norm: str) -> Tensor:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if dx.numel():
+        dy, x = dy.contiguous(), _rows(x)
+        tokens, H, D = x.shape
+        W = dy.shape[-1]
+        R, BW = _blocks(W)
+        BD = max(16, 1 << (D - 1).bit_length())
+        with on_device_of(x):
+            start(_backward, (-(-tokens * H // R),), (x, dy, dx), (tokens * H, x.stride(0), x.stride(1)),
+                  (H, D, W, size, R, BW, BD, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
+    return dx
+
+
+def features_backward_fake(dy, x, kind, size, norm):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+features_op = register(features, features_fake)
+features_backward_op = register(features_backward, features_backward_fake)
+
+
+class Features(torch.autograd.Function):
+    """`features_op` with its gradient."""
+
+    @staticmethod
+    def forward(x, kind, size, norm):
+        return features_op(x, kind, size, norm)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, *ctx.how = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # second derivatives
+            with torch.enable_grad():
+                watched = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+                (dx,) = torch.autograd.grad(eager(watched, *ctx.how), watched, dy, create_graph=True)
+            return dx, None, None, None
+        return features_backward_op(dy, x, *ctx.how), None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, x, *how):
+        return Features.apply(x.movedim(in_dims[0], 0), *how), 0  # a row is the last axis alone

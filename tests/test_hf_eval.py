@@ -1,0 +1,283 @@
+"""Models of the ecosystem on long texts: scores are what they say, heads are trained, and the program does it all."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastweights import cli
+from fastweights.core import FastWeightError
+from fastweights.hf import attach, attached, detach
+from fastweights.hf.adapting import Adapting, HeadTrainer, body, read_batch, train_head
+from fastweights.hf.export import tokenizer_of
+from fastweights.hf.loading import load_model, read_text, row_of
+from fastweights.hf.scoring import Reading, score
+from fastweights.lm.tokenizer import Bytes
+from fastweights.torch.dynamic import GradientStatistics
+
+WORDS = ["the quick brown fox ", "jumps over the lazy dog, ", "and — naïvely — sleeps. "]
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1, bos_token_id=256, eos_token_id=256)  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)  # as long as those of a trained model
+    return model
+
+
+@pytest.fixture
+def model():
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of(Bytes())
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer):
+    contents = ["".join(WORDS[i * k % 3] for i in range(8)) for k in (1, 2)]
+    return [read_text(tokenizer, f"{i}", c.encode()) for i, c in enumerate(contents)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tokenizer):
+    """A folder with a model, texts to train on and one to score."""
+    place = tmp_path_factory.mktemp("place")
+    llama().save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    (place / "texts").mkdir()
+    for i in range(3):
+        (place / "texts" / f"{i}.txt").write_text("".join(WORDS[(i + j) % 3] for j in range(30)))
+    (place / "long.txt").write_text("".join(WORDS[j % 2] for j in range(30)))
+    return place
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, place):
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.chdir(place)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fastweights", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return (stop.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def test_every_byte_belongs_to_a_token(tokenizer, texts):
+    for text in texts:
+        assert text.sizes.sum() == len(text.data)
+        assert len(text.sizes) == len(text.tokens)
+        assert text.sizes.max() <= 3  # the three bytes of a dash are counted at the last of them
+    invalid = read_text(tokenizer, "x", b"a\xffb")
+    assert invalid.data == "a\ufffdb".encode()
+
+
+@torch.no_grad()
+def test_static_windows_are_those_of_a_loop(model, tokenizer, texts):
+    how = Reading(window=24, stride=8)
+    got = score(model, tokenizer, texts[:1], "static", how).losses[0]
+    row = row_of(tokenizer, texts[0])
+    for t in (0, 5, 8, 30, len(got) - 1):
+        first = max(0, t // 8 * 8 + 8 - 24)
+        logits = model(row[:, first : t + 1]).logits[0, -1]
+        wanted = torch.nn.functional.cross_entropy(logits, row[0, t + 1])
+        assert got[t] == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_an_untrained_head_scores_as_the_model(model, tokenizer, texts):
+    how = Reading(window=24, stride=8)
+    plain = score(model, tokenizer, texts, "static", how)
+    head = attach(model, 12)
+    fast = score(model, tokenizer, texts, "fast", how)
+    for a, b in zip(plain.losses, fast.losses, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    with torch.no_grad():
+        head.steps.fill_(0.5)
+    learned = score(model, tokenizer, texts, "fast", how)
+    assert np.mean(learned.losses[0]) < np.mean(plain.losses[0]) - 0.01
+    np.testing.assert_allclose(score(model, tokenizer, texts, "static", how).losses[0], plain.losses[0], rtol=1e-6)
+    assert fast.state_bytes == sum(x.numel() * x.element_size() for x in head.init_state(1) if x is not None)
+
+
+def test_dynamic_evaluation_learns_and_restores(model, tokenizer, texts):
+    weights = {n: x.clone() for n, x in model.state_dict().items()}
+    static = score(model, tokenizer, texts, "static", Reading(window=24, stride=8))
+    found = score(model, tokenizer, texts, "dynamic", Reading(window=24, stride=8, lr=0.3))
+    assert np.mean(found.losses[0]) < np.mean(static.losses[0]) - 0.2
+    np.testing.assert_allclose(found.losses[1][:8], static.losses[1][:8], rtol=1e-4)  # every text starts anew
+    assert all(torch.equal(x, weights[n]) for n, x in model.state_dict().items())
+    statistics = GradientStatistics.collect(model, [row_of(tokenizer, t) for t in texts])
+    scaled = score(model, tokenizer, texts, "dynamic", Reading(window=24, stride=8, lr=3e-3, statistics=statistics))
+    assert np.mean(scaled.losses[0]) < np.mean(static.losses[0]) - 0.2
+
+
+def test_training_reads_what_evaluation_reads(model, tokenizer, texts):
+    """Features of a batch of pieces are those of windows that end where evaluation's do."""
+    attach(model, 12)
+    how = Adapting(batch=2, length=20, window=24, stride=8)
+    trainer = HeadTrainer(model, [row_of(tokenizer, t)[0].numpy() for t in texts], how)
+    for _ in range(3):
+        batch = [next(row) for row in trainer.rows]
+        x, tokens, labels, mask = read_batch(model, batch, how)
+        for row, piece in enumerate(batch):
+            n = piece.stop - piece.start
+            document = torch.from_numpy(piece.document)
+            assert mask[row].sum() == n
+            assert torch.equal(tokens[row, :n], document[piece.start : piece.stop])
+            assert torch.equal(labels[row, :n], document[piece.start + 1 : piece.stop + 1])
+            for t in (piece.start, piece.stop - 1):
+                first = max(0, piece.start + (t - piece.start) // 8 * 8 + 8 - 24)
+                alone = body(model, document[None, first : t + 1])[0, -1]
+                torch.testing.assert_close(x[row, t - piece.start], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_learns_to_learn(model, tokenizer):
+    """Words differ from document to document: what helps is to learn them while reading."""
+    rng = np.random.default_rng(0)
+
+    def document():
+        words = ["".join(rng.choice(list("abcdefgh"), 3)) for _ in range(3)]
+        return read_text(tokenizer, "", " ".join(words[int(i)] for i in rng.integers(0, 3, 60)).encode())
+
+    attach(model, 32)
+    documents = [row_of(tokenizer, document())[0].numpy() for _ in range(16)]
+    how = Adapting(steps=60, batch=8, length=120, window=16, stride=8, lr=1e-2)
+    history = []
+    train_head(model, documents, how, report=lambda step, loss, without: history.append((loss, without)))
+    fresh, reading = [document() for _ in range(4)], Reading(window=16, stride=8)
+    bits = lambda mode: np.mean(np.concatenate(score(model, tokenizer, fresh, mode, reading).losses))  # noqa: E731
+    adapting = bits("fast")
+    attached(model).adapting = False
+    assert adapting < bits("fast") - 0.1 < bits("static")
+    assert history[-1][0] < history[0][0] - 1
+    assert history[0][1] == pytest.approx(history[0][0], rel=1e-4)
+    detach(model)
+
+
+def test_the_program_adapts_resumes_and_evaluates(run, place):
+    small = ["--batch", "2", "--length", "32", "--window", "24", "--stride", "8", "--size", "12", "--save-every", "4"]
+    code, out, err = run("adapt", "model", "--data", "texts", "-o", "head", "--steps", "8", *small)
+    assert code == 0, err
+    assert "Next: fastweights eval --hf model FILES --head head" in out
+    assert {p.name for p in (place / "head").iterdir()} == {
+        "adapt.json", "adapt.safetensors", "fast_head.json", "fast_head.safetensors"
+    }  # fmt: skip
+    about = json.loads((place / "head" / "adapt.json").read_text())
+    assert (about["step"], [h["step"] for h in about["history"]]) == (8, [4, 8])
+    about["how"]["steps"] = 12
+    (place / "head" / "adapt.json").write_text(json.dumps(about))
+    code, out, err = run("adapt", "model", "--data", "ignored", "-o", "head", "--resume")
+    assert code == 0, err
+    assert json.loads((place / "head" / "adapt.json").read_text())["step"] == 12
+    code, out, err = run("eval", "--hf", "model", "long.txt", "--head", "head", "--window", "24", "--stride", "8")
+    assert code == 0, err
+    for name in ("static windows", "Fast Weight Layer", "dynamic evaluation", "gzip -9", "by position"):
+        assert name in out
+    found = json.loads((place / "model.eval.json").read_text())
+    assert [m["mode"] for m in found["modes"]] == ["static", "fast", "dynamic"]
+    assert found["settings"]["window"] == 24
+    assert found["bytes"] == (place / "long.txt").stat().st_size
+    assert (place / "model.eval.png").read_bytes()[:4] == b"\x89PNG"
+    arguments = ["--mode", "dynamic", "--statistics", "texts", "--parameters", "*.mlp.*", "--json", "rms.json"]
+    code, out, err = run("eval", "--hf", "model", "long.txt", "--window", "24", "--stride", "8", *arguments)
+    assert code == 0, err
+    bits = json.loads((place / "rms.json").read_text())["modes"][0]["bits_per_byte"]
+    assert bits != found["modes"][2]["bits_per_byte"]
+
+
+@pytest.mark.parametrize("command", ["export", "adapt", "eval"])
+def test_every_command_teaches_with_an_example(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"For example: fastweights {command}" in out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["eval", "--hf", "nowhere", "long.txt"], "model nowhere does not exist; expected a folder"),
+    (["eval", "--hf", "texts", "long.txt"], "model texts has no config.json"),
+    (["eval", "--hf", "model"], "no files are named"),
+    (["eval", "--hf", "model", "missing.txt"], "cannot read missing.txt"),
+    (["eval", "--hf", "model", "long.txt", "--mode", "fast"], "attach a head for 'fast'"),
+    (["eval", "--hf", "model", "long.txt", "--stride", "2000"], "stride is 2000; expected from 1 to the window"),
+    (["eval", "--hf", "model", "long.txt", "--dynamic-segment", "2"], "--dynamic-segment is for runs"),
+    (["eval"], "RUN is missing"),
+    (["adapt", "model", "--data", "nowhere"], "data is 'nowhere'"),
+    (["adapt", "model", "--data", "texts", "-o", "texts", "--resume"], "texts has no adapt.json"),
+    (["export", "nowhere", "there"], "run nowhere does not exist"),
+])  # fmt: skip
+def test_mistakes_are_one_line(run, arguments, message):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def write_gguf(path, model):
+    """A llama as llama.cpp writes it, with a tokenizer of single bytes."""
+    gguf = pytest.importorskip("gguf")
+    c, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_dimension_count(c.hidden_size // c.num_attention_heads)
+    writer.add_vocab_size(c.vocab_size)
+    inner = json.loads(tokenizer_of(Bytes()).backend_tokenizer.to_str())
+    tokens = [t for t, _ in sorted(inner["model"]["vocab"].items(), key=lambda x: x[1])] + ["<|start|>"]
+    tokens[1] = "ab"  # there must be a merge; no text here holds one or the other
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(256)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+             "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+             "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+             "lm_head.weight": "output.weight"}  # fmt: skip
+    for name, x in weights.items():
+        x = x.numpy()
+        if name not in whole:
+            _, _, i, rest = name.split(".", 3)
+            part = names[rest.removesuffix(".weight")]
+            if part in ("attn_q", "attn_k"):
+                heads = c.num_attention_heads if part == "attn_q" else c.num_key_value_heads
+                x = x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
+        writer.add_tensor(whole.get(name) or f"blk.{i}.{part}.weight", np.ascontiguousarray(x))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file(model, tokenizer, texts, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", model)
+    how = Reading(window=24, stride=8)
+    wanted = score(model, tokenizer, texts, "static", how).losses
+    for path in (tmp_path, tmp_path / "tiny.gguf"):
+        loaded, its = load_model(path)
+        got = score(loaded, its, [read_text(its, t.name, t.data) for t in texts], "static", how).losses
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(FastWeightError, match="expected one, or a single GGUF file in it"):
+        load_model(tmp_path)

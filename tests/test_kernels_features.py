@@ -1,0 +1,91 @@
+"""Feature maps as one kernel, against the plain form in float64; in Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastweights import features
+
+pytest.importorskip("triton")
+from fastweights.torch import kernels
+from fastweights.torch.kernels import features as fused
+from fastweights.torch.ops import _feature_map
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs = pytest.mark.skipif(DEVICE == "cpu" and not kernels.INTERPRETED, reason="needs CUDA or Triton's interpreter")
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or kernels.INTERPRETED, reason="the tests below run by themselves")
+def test_everything_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def both(x, name, norm, dy):
+    """(features, gradient) of the kernel, of the plain form, and of the plain form in float64."""
+    phi = features.parse(name)
+    eager = lambda x: _feature_map(x, phi, norm, None)  # noqa: E731
+    found = []
+    for run, y in ((lambda x: fused.feature_map(x, phi, norm), x), (eager, x), (eager, x.double())):
+        y = y.detach().requires_grad_()
+        out = run(y)
+        found.append((out.detach(), *torch.autograd.grad(out, y, dy.to(out.dtype))))
+    return found
+
+
+@runs
+@pytest.mark.parametrize("norm", ["none", "sum", "l2"])
+@pytest.mark.parametrize("name", ["identity", "relu", "silu", "elu+1", "dpfp-1", "dpfp-3"])
+def test_features_and_gradients(name, norm):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 3, 12, device=DEVICE)
+    x[0, 0, 0] = 0.0  # no feature at all, or all alike
+    dy = torch.randn(2, 5, 3, features.parse(name).width(12), device=DEVICE)
+    for got, plain, exact in zip(*both(x, name, norm, dy), strict=True):
+        allowed = 2 * (plain - exact).abs().max() + 1e-7 * exact.abs().max()
+        assert (got - exact).abs().max() <= allowed
+
+
+@runs
+def test_where_a_projection_left_them():
+    """Queries are a slice of one projection: read in place, whatever lies between."""
+    torch.manual_seed(0)
+    whole = torch.randn(2, 5, 40, device=DEVICE).half()
+    q = whole[..., 16:32].unflatten(-1, (2, 8))
+    got, plain, _ = both(q, "dpfp-2", "sum", torch.randn(2, 5, 2, 32, device=DEVICE))
+    torch.testing.assert_close(got, plain, rtol=2e-3, atol=2e-3)
+    assert fused._rows(q).data_ptr() == q.data_ptr()
+
+
+@runs
+def test_transforms():
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 2, 6, device=DEVICE, requires_grad=True)
+    phi = features.parse("dpfp-2")
+    eager = lambda x: _feature_map(x, phi, "l2", None)  # noqa: E731
+    call = lambda x: fused.feature_map(x, phi, "l2")  # noqa: E731
+    per_sample = lambda run: torch.func.vmap(torch.func.grad(lambda x: run(x).sin().sum()))(x.detach())  # noqa: E731
+    torch.testing.assert_close(per_sample(call), per_sample(eager), rtol=1e-4, atol=1e-5)
+    second = []
+    for run in (call, eager):
+        (once,) = torch.autograd.grad(run(x).sin().sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(once.square().sum(), x)[0])
+    torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), call(x))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(fused.features_op, (x.detach(), "dpfp", 2, "sum"), test_utils=tests)
+
+
+def test_what_is_left_to_the_plain_form():
+    x = torch.zeros(2, 4)
+    assert fused.takes(features.parse("dpfp-3"), "sum", x)
+    assert not fused.takes(features.parse("favor-8"), "sum", x)
+    assert not fused.takes(features.parse("relu"), "max", x)
+    assert not fused.takes(features.parse("relu"), "sum", x.double())
