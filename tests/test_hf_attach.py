@@ -206,14 +206,18 @@ def residual_by_hand(head, x, tokens, E):
     scale = dict(dense1=1 / D, bias1=1.0, dense2=1 / c.size, bias2=1.0)
     moved = {n: torch.zeros_like(p[n]) for n in names}
 
+    def bounded(m, like):
+        return m / (1 + m.square().mean() / (like.square().mean() + 1e-6) / 0.3**2).sqrt()
+
     def features(weights, x, moved=None):
         u = x / (x.square().mean() + 1e-6).sqrt()
-        a = torch.relu(u @ weights["dense1"] + weights["bias1"]).square()
-        n = x + a @ weights["dense2"] + weights["bias2"]
+        h = u @ weights["dense1"] + weights["bias1"]
+        slow = torch.relu(h).square() @ weights["dense2"] + weights["bias2"]
         if moved is None:
-            return n
-        m = a @ moved["dense2"] + moved["bias2"]
-        return n + m / (1 + m.square().mean() / (x.square().mean() + 1e-6) / 0.3**2).sqrt()
+            return x + slow
+        a = torch.relu(h + bounded(u @ moved["dense1"] + moved["bias1"], h)).square()
+        fast = a @ (weights["dense2"] + moved["dense2"]) + weights["bias2"] + moved["bias2"]
+        return x + slow + bounded(fast - slow, x)
 
     found = []
     for t in range(len(x)):
@@ -223,8 +227,7 @@ def residual_by_hand(head, x, tokens, E):
             gradients = torch.autograd.grad(loss, list(slow.values()))
             for i, (n, g) in enumerate(zip(names, gradients, strict=True)):
                 moved[n] = c.decay * moved[n] - p["steps"][i] * scale[n] * g
-        first = {n: p[n] + moved[n] for n in names[:2]}
-        found.append(features(p | first, x[t], moved))
+        found.append(features(p, x[t], moved))
     return torch.stack(found)
 
 

@@ -5,8 +5,9 @@ is served, and writes are aligned so that one code path is both the parallel pas
 token j are answered, the memory learns that token j followed the one before it.
 
     between    features n = layer_norm(dense2(relu(dense1 x)^2)), in the place of x
-    residual   features x + n + bounded(m), n = dense2(relu(dense1 u)^2), u = x / rms(x); m is what dense2 has learned
-               from the text, bounded(m) = m / sqrt(1 + (rms(m) / (BOUND rms(x)))^2); dense2 and all steps start at zero
+    residual   features x + n with n = dense2(relu(dense1 u)^2), u = x / rms(x); dense2 and all steps start at zero. What
+               the text changes in a layer's output is bounded: m / sqrt(1 + (rms(m) / (BOUND rms))^2), where rms is
+               that of the first layer's own output, and of x
 
 Shapes: B rows, T tokens, D width of the features, F hidden width, V vocabulary.
 """
@@ -28,7 +29,7 @@ STEPS = {"between": 6, "residual": 4}  # learned step sizes: of both matrices an
 RMS_EPS = 1e-6
 # A residual's hidden units start with a threshold, so that few answer and contexts that have little in common share few
 THRESHOLD = 1.0
-BOUND = 0.3  # what was learned adds at most this share of the features' own length: no text can drown the model
+BOUND = 0.3  # what was learned adds at most this share of a layer's own length: no text can drown the model
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,9 @@ class FastHead(nn.Module):
     def _read(self, x, slow, memory):
         if self.config.mode == "between":
             return fwl.read(self.config.layer, OPS, self._weights(), x, slow, memory)
-        a = torch.relu(slow.h1 + memory(0, _with(_unit(x), 1.0))).square()
-        change = memory(1, _with(a, 1.0))
-        size = change.square().mean(-1, keepdim=True) / (x.square().mean(-1, keepdim=True) + RMS_EPS)
-        return a @ self.dense2 + self.bias2 + change * torch.rsqrt(1.0 + size / BOUND**2)
+        a = torch.relu(slow.h1 + _bounded(memory(0, _with(_unit(x), 1.0)), slow.h1)).square()
+        change = (a - slow.a) @ self.dense2 + memory(1, _with(a, 1.0))
+        return slow.n + _bounded(change, x)
 
     def _add(self, x, n):
         return n.to(x.dtype) if self.config.mode == "between" else x + n.to(x.dtype)
@@ -197,6 +197,12 @@ class FastHead(nn.Module):
 
 def _unit(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + RMS_EPS)
+
+
+def _bounded(change, like):
+    """change, made shorter so that it is never longer than BOUND times `like`."""
+    size = change.square().mean(-1, keepdim=True) / (like.square().mean(-1, keepdim=True) + RMS_EPS)
+    return change * torch.rsqrt(1.0 + size / BOUND**2)
 
 
 def _with(x, one):
