@@ -11,7 +11,7 @@ from fastweights.core import FastWeightError
 from fastweights.lm.cli import COMMANDS as lm_commands
 from fastweights.lm.cli import On
 
-HF_LR = {"sgd": 1e-2, "rms": 1e-5}  # rates of dynamic evaluation without and with statistics
+HF_LR = {"sgd": 3e-2, "rms": 1e-5}  # rates of dynamic evaluation without and with statistics
 
 
 def _commands(name: str) -> Any:

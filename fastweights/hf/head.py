@@ -5,9 +5,9 @@ is served, and writes are aligned so that one code path is both the parallel pas
 token j are answered, the memory learns that token j followed the one before it.
 
     between    features n = layer_norm(dense2(relu(dense1 x)^2)), in the place of x
-    residual   features x + n with n = dense2(relu(dense1 u)^2), u = x / rms(x); dense2 and all steps start at zero. What
-               the text changes in a layer's output is bounded: m / sqrt(1 + (rms(m) / (BOUND rms))^2), where rms is
-               that of the first layer's own output, and of x
+    residual   features x + n with n = dense2(relu(dense1 u)^2), u = x / rms(x); dense2 and all steps start at zero.
+               What the text changes, m, is bounded: m / sqrt(1 + (rms(m) / (BOUND rms(y)))^2), in the first layer
+               against its own output y, in the second against y = x
 
 Shapes: B rows, T tokens, D width of the features, F hidden width, V vocabulary.
 """
@@ -112,6 +112,8 @@ class FastHead(nn.Module):
         """mask (B, T): False for padding, wherever it is.  learn=False: the features of what is known so far."""
         state = self.init_state(len(x)) if state is None else state
         u = x.to(self.dense1.dtype)
+        if mask is not None:  # whatever padding holds
+            u = torch.where(mask[..., None], u, 0.0)
         if not learn:
             return self._add(x, self._read(u, self._slow(u), lambda i, q: _ask(q, state[i]))), state
         before, slow, pending, waiting = self._aligned(u, mask, state)
@@ -128,6 +130,7 @@ class FastHead(nn.Module):
         return features, FWLState(after[0], after[1], after[2], pending, waiting)
 
     def _aligned(self, u, mask, state):
+        """(what came before each token, the slow pass of the tokens, the last real one, whether there is one)."""
         both = torch.cat([state.pending[:, None].to(u.dtype), u], 1)
         there = torch.cat([state.waiting[:, None], torch.ones_like(u[..., 0], dtype=state.waiting.dtype)], 1)
         if mask is None:
@@ -139,14 +142,9 @@ class FastHead(nn.Module):
         previous = torch.cat([torch.zeros_like(last[:, :1]), last[:, :-1]], 1)
         old = torch.take_along_dim(both, previous[..., None], 1)
         learns = torch.take_along_dim(there, previous, 1) * mask
-        newest = last[:, -1:]
-        pending = torch.take_along_dim(both, newest[..., None], 1)[:, 0]
-        return (
-            Columns(old, self._slow(old), learns),
-            self._slow(u),
-            pending,
-            torch.take_along_dim(there, newest, 1)[:, 0],
-        )
+        pending = torch.take_along_dim(both, last[:, -1:, None], 1)[:, 0]
+        waiting = torch.take_along_dim(there, last[:, -1:], 1)[:, 0]
+        return Columns(old, self._slow(old), learns), self._slow(u), pending, waiting
 
     def _gradient(self, before, tokens, unembed, bias):
         """Of the loss of each token, at the slow features of the token before it."""

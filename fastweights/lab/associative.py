@@ -2,7 +2,7 @@
 
 Paper: Ba, Hinton, Mnih, Leibo, Ionescu 2016, section 4.1 (Table 1): `c9k8j3f1??c` asks for 9.
 Claim: with few hidden units (R = 20, 50, 100) fast weights solve the task where a ReLU RNN and an LSTM fail.
-Cost: on one CPU core one to five minutes per arm, about 40 minutes for all 15.
+Cost: on one CPU core one to five minutes per arm, by estimate 40 minutes for all 15.
 Differs: two controls that critics of the paper asked for: the same network with the fast weights' rate at 0 (it keeps
     the extra depth and the layer norm), and fast weights without layer norm. Sequences are drawn as needed, not from a
     list of 100,000. Input map 37 -> 100, output R -> 100 -> 10, Adam at 1e-3, batches of 128, 5,000 steps. The

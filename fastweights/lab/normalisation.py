@@ -3,9 +3,9 @@
 Paper: Schlag, Irie, Schmidhuber 2021, section 4.2 and Table 3; its reviewers asked for this evidence.
 Claim: the delta rule diverges without normalisation; dividing by accumulated keys (attention norm) is unstable; keys
     that sum to one are stable. In a language model attention norm is no help, and positions are not needed.
-Cost: 15 to 60 s per arm on one CPU core, about 20 minutes for all 28 arms.
-Differs: the paper shows no trace of any of it; L2, Hellinger and NLMS norms are added. Retrieval: setting 2, 40 keys, two
-    seeds. Language model: 2 layers of width 64 on the standard library's sources, 400 steps, in bits per byte, with
+Cost: 15 to 60 s per arm on one CPU core, by estimate 20 minutes for all 28 arms.
+Differs: the paper shows no trace of any of it; L2, Hellinger and NLMS norms are added. Retrieval: setting 2, 40 keys,
+    two seeds. Language model: 2 layers of width 64 on the standard library's sources, 400 steps, in bits per byte, with
     pre-norm blocks (paper: 16 layers of width 256 on WikiText-103, perplexity): only the order can be compared.
 """
 

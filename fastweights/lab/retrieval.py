@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fastweights import attention
 from fastweights.features import EPS as FEATURE_EPS
-from fastweights.features import favor_projection
 from fastweights.features import parse as parse_features
 from fastweights.lab.training import adam, descend
 from fastweights.layers import NORMS, AttentionConfig
@@ -26,7 +25,7 @@ from fastweights.torch.nn import OPS
 
 D = 64
 EPS = 1e-6  # the published code's, added to every denominator when reading
-BANK = 64  # FAVOR+'s directions are drawn anew for every batch, from this many draws
+BANK = 64  # random rotations that FAVOR+'s directions are made of
 QUERIES = 200  # at most, per sequence that is scored
 
 
@@ -121,7 +120,7 @@ class Model:
         self.optimizer = adam(self.parameters, lr)
         self.eye = torch.eye(S, device=device)
         self.offset = torch.arange(A, device=device) * S
-        self.bank = draws(int(features.partition("-")[2])).to(device) if features.startswith("favor") else None
+        self.bank = rotations().to(device) if features.startswith("favor") else None
         own = features in ("softmax", "tanh") or (self.bank is not None and form == "published")
         with warnings.catch_warnings():  # what the library warns of is what is studied here
             warnings.simplefilter("ignore")
@@ -150,10 +149,17 @@ class Model:
         return torch.sigmoid(self.pick(by_key, keys) + self.pick(self.beta_of_value, values))[..., 0]
 
     def directions(self) -> Tensor | None:
-        """Of this batch."""
+        """FAVOR+'s of this batch (M, D), drawn anew: a product of random rotations, each row as long as a Gaussian's.
+
+        A factorisation per draw could not be recorded; two rotations of a bank with random signs between them can.
+        """
         if self.bank is None:
             return None
-        return self.bank.index_select(0, torch.randint(BANK, (1,), device=self.device))[0]
+        M = int(self.features.partition("-")[2])
+        one, other = torch.randint(BANK, (2, -(-M // D)), device=self.device)
+        signs = torch.randn(len(one), 1, D, dtype=self.bank.dtype, device=self.device).sign()
+        rows = torch.bmm(self.bank.index_select(0, one) * signs, self.bank.index_select(0, other)).flatten(0, 1)[:M]
+        return rows * torch.randn_like(rows).norm(dim=1, keepdim=True)
 
     def mapped(self, x: Tensor, directions: Tensor | None) -> Tensor:
         """What the library's own feature maps do not do: tanh, and FAVOR+ as published."""
@@ -289,9 +295,10 @@ class Model:
 
 
 @functools.cache
-def draws(M: int) -> Tensor:
-    """(BANK, M, D): FAVOR+'s directions."""
-    return torch.stack([torch.from_numpy(favor_projection(M, D, seed)) for seed in range(BANK)]).float()
+def rotations() -> Tensor:
+    """(BANK, D, D)."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.linalg.qr(torch.randn(BANK, D, D, generator=generator, dtype=torch.float64))[0].float()
 
 
 def width(features: str) -> int:
