@@ -204,7 +204,8 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
         in one pass over memory.
     """
     phi = features.parse(name)
-    if x.is_cuda and HAS_TRITON and projection is None:
+    transformed = torch._C._are_functorch_transforms_active()  # vmap has no rule for the kernel
+    if x.is_cuda and HAS_TRITON and projection is None and not transformed:
         from fastweights.torch.kernels import features as fused
 
         if fused.takes(phi, norm, x):
