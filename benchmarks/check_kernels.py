@@ -1,8 +1,8 @@
 """Check the Triton kernels on a CUDA device: `python -m benchmarks.check_kernels` from the root of the repository.
 
 Against the equation in float64, every output and gradient may err at most twice as much as plain PyTorch does in the
-same dtype, the worse of the loop and of the plain chunked form, or one rounding of the largest number. Packed sequences
-are held to the same, each by itself. Then: 1000 runs are bit-identical, and a CUDA graph replays them.
+same dtype, the worse of the loop and of the plain chunked form. Packed sequences are held to the
+same, each by itself. Then: 1000 runs are bit-identical, and a CUDA graph replays them.
 """
 
 import itertools
@@ -77,9 +77,7 @@ def compare(precision="highest", **case):
     got = results(lambda **a: fast_weight(**a, **ours, method="kernel"), x, up, case["dtype"])
     torch.set_float32_matmul_precision("highest")
     off = lambda y, n: (y[n].double() - exact[n]).abs().max().item()  # noqa: E731
-    eps = torch.finfo(case["dtype"]).eps if precision == "highest" else 2.0**-10  # of tf32
-    least = {n: eps * exact[n].abs().max().item() for n in exact}
-    errors = [(off(got, n), max(2 * max(off(y, n) for y in plain), least[n]), n) for n in exact]
+    errors = [(off(got, n), 2 * max(off(y, n) for y in plain), n) for n in exact]
     bad = [(n, e, a) for e, a, n in errors if not e <= a]
     e, a, n = max(errors, key=lambda x: x[0] / max(x[1], 1e-30))
     return bad, (n, e, a)
@@ -95,9 +93,8 @@ def cases():
     for K, V in ((16, 16), (16, 96), (96, 16), (32, 64), (128, 64), (64, 128), (128, 128), (192, 80), (256, 256)):
         yield dict(K=K, V=V)
         yield dict(K=K, V=V, dtype=torch.float16, rule="sum")
-        if K <= 128:
-            yield dict(K=K, V=V, dtype=torch.float32)
-            yield dict(K=K, V=V, dtype=torch.float32, precision="high")
+        yield dict(K=K, V=V, dtype=torch.float32)
+        yield dict(K=K, V=V, dtype=torch.float32, precision="high")
     for K, V in ((384, 64), (512, 16), (1024, 128), (100, 1024)):  # some past what registers hold
         yield dict(K=K, V=V)
         yield dict(K=K, V=V, dtype=torch.float32, rule="sum", read="before")

@@ -3,36 +3,25 @@
 The interpreter must be chosen before Triton is imported, so without a device one test runs this file once more.
 """
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 from oracle import oracle, oracle_gradients, problem
 
 from fastweights import FastWeightError, core
-from fastweights.torch import fast_weight
-
-pytest.importorskip("triton")
-from fastweights.torch import kernels
+from fastweights.torch import fast_weight, kernels
 from fastweights.torch.ops import choose
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 HALF = [torch.float16] if kernels.INTERPRETED else [torch.bfloat16, torch.float16]  # it has no bfloat16 products
-runs = pytest.mark.skipif(DEVICE == "cpu" and not kernels.INTERPRETED, reason="needs CUDA or Triton's interpreter")
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or kernels.INTERPRETED, reason="the tests below run by themselves")
+@elsewhere
 def test_everything_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +66,7 @@ def loop(q, k, v, state, beta=None, log_decay=None, *, rule, read):
 def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     """Output, state and every gradient err at most `factor` times as much as plain PyTorch's in the same dtype.
 
-    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form. One
-    rounding of the largest number is always allowed.
+    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form.
     """
     rounded = {n: x.detach().double().cpu().numpy() for n, x in tensors(args, dtype).items()}
     rng = np.random.default_rng(1)
@@ -93,7 +81,7 @@ def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     chunked = everything(*chunked, chunks, do, dS)
     for n in exact:
         error, loops, chunked_error = (np.abs(x[n] - exact[n]).max() for x in (got, plain, chunked))
-        allowed = max(factor * max(loops, chunked_error), torch.finfo(dtype).eps * np.abs(exact[n]).max())
+        allowed = factor * max(loops, chunked_error)
         assert error <= allowed, f"{n}: max error {error:.2e} exceeds {allowed:.2e}, {factor} x plain PyTorch's"
 
 
@@ -138,7 +126,7 @@ def test_without_rates(rng, rule):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_keys_that_repeat(rng, dtype):
     """The worst case of the inverse. In half precision the sums that cancel there are rounded: a bound of its own."""
-    args = problem(rng, B=1, T=128, H=4, K=16, V=16, decay=False)
+    args = problem(rng, B=1, T=128, H=4, K=16, V=16, decay=False)  # of one head the largest error is a matter of luck
     args["k"] = np.broadcast_to(args["k"][:, :1], args["k"].shape).copy()
     args["beta"][:] = 0.9
     if dtype == torch.float32:
@@ -153,7 +141,7 @@ def test_keys_that_repeat(rng, dtype):
     want = everything(*fast_weight(**exact, method="recurrent"), exact, do, dS)
     for n in want:
         error = np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])
-        assert error < 8 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
+        assert error < 4 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
 
 
 @runs

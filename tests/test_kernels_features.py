@@ -1,30 +1,17 @@
 """Feature maps as one kernel, against the plain form in float64; in Triton's interpreter where there is no GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 
 from fastweights import features
-
-pytest.importorskip("triton")
-from fastweights.torch import kernels
 from fastweights.torch.kernels import features as fused
 from fastweights.torch.ops import _feature_map
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not kernels.INTERPRETED, reason="needs CUDA or Triton's interpreter")
 
-
-@pytest.mark.skipif(DEVICE == "cuda" or kernels.INTERPRETED, reason="the tests below run by themselves")
+@elsewhere
 def test_everything_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 def both(x, name, norm, dy):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fastweights import FastWeightError, layers
 from fastweights.features import parse
-from fastweights.torch import AttentionState, FastWeightAttention, FastWeightProgrammer, FastWeightRNN, feature_map
+from fastweights.torch import AttentionState, FastWeightAttention, feature_map
 
 RULES = ["sum", "delta"]
 FEATURES = ["identity", "relu", "silu", "elu+1", "dpfp-2", "favor-4"]
@@ -342,70 +342,6 @@ def test_unbounded_combinations_warn_once(monkeypatch):
         'rule="delta" with norm="none"',
         "norm='attention' with features='silu'",
     ]
-
-
-@pytest.mark.parametrize("T", [1, 6, 7, 20])
-@pytest.mark.parametrize("inner_steps", [0, 1, 3])
-def test_fast_weight_rnn_is_the_paper_s_recurrence(inner_steps, T):
-    """Both forms, attention over the past and the matrix, against the equations written out with A."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        rnn = FastWeightRNN(3, 7, inner_steps=inner_steps, decay=0.9, rate=0.5)
-        x = torch.randn(2, T, 3)
-        h, A, want = torch.zeros(2, 7), torch.zeros(2, 7, 7), []
-        for t in range(T):
-            b = h @ rnn.W + x[:, t] @ rnn.C + rnn.bias
-            h = torch.relu(b)
-            for _ in range(inner_steps):
-                h = torch.relu(rnn.norm(b + torch.einsum("bij,bj->bi", A, h)))
-            A = 0.9 * A + 0.5 * torch.einsum("bi,bj->bij", h, h)
-            want.append(h)
-        got, state = rnn(x)
-        assert_close(got.detach().numpy(), torch.stack(want, 1).detach().numpy())
-        assert_close(state.A.detach().numpy(), A.detach().numpy())
-        first, middle = rnn(x[:, : T // 2])
-        rest, last = rnn(x[:, T // 2 :], middle)
-        assert_close(torch.cat([first, rest], 1).detach().numpy(), got.detach().numpy())
-        assert_close(last.A.detach().numpy(), A.detach().numpy())
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_short_rnn_calls_keep_no_matrix_per_step():
-    """What autograd saves for T = 8 tokens at width 128 is less than one matrix per token."""
-    rnn, x = FastWeightRNN(4, 128), torch.randn(2, 8, 4)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        rnn(x)[0].sum()
-    assert max(saved) <= 128 * 128  # W; a batch of matrices would be twice that
-    assert sum(n for n in saved if n == 2 * 128 * 128) == 0
-
-
-@pytest.mark.parametrize("activation", ["tanh", "identity", "relu", "sigmoid", torch.sin])
-def test_programmer_is_the_classic_recurrence(activation):
-    programmer = FastWeightProgrammer(3, 4, width=2, activation=activation).double()
-    f = activation if callable(activation) else getattr(torch, activation, lambda x: x)
-    x = tokens(2, 6, 3)
-    a, b, fast = (x @ programmer.slow).split([4, 2, 2], -1)
-    W, want = torch.zeros(2, 4, 2, dtype=x.dtype), []
-    for t in range(6):
-        W = f(W + torch.einsum("bi,bj->bij", a[:, t], b[:, t]))
-        want.append(torch.einsum("bij,bj->bi", W, fast[:, t]))
-    got, final = programmer(x)
-    assert_close(got.detach().numpy(), torch.stack(want, 1).detach().numpy())
-    first, middle = programmer(x[:, :2])
-    rest, last = programmer(x[:, 2:], middle)
-    assert_close(torch.cat([first, rest], 1).detach().numpy(), got.detach().numpy())
-    assert_close(last.detach().numpy(), final.detach().numpy())
-
-
-def test_sequential_layer_errors():
-    with pytest.raises(FastWeightError, match="activation is 'gelu'; expected 'identity', 'relu', 'tanh'"):
-        FastWeightProgrammer(3, 4, activation="gelu")
-    with pytest.raises(FastWeightError, match=r"decay is 1.5; expected a number in \[0, 1\]"):
-        FastWeightRNN(3, 4, decay=1.5)
-    with pytest.raises(FastWeightError, match=r"x has shape \(2, 5, 4\); expected \(B, T, 3\)"):
-        FastWeightRNN(3, 4)(torch.zeros(2, 5, 4))
 
 
 def test_every_feature_map_is_in_the_grid():
