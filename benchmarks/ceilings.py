@@ -41,8 +41,8 @@ def main():
         for name, (_, call) in stages(width, B, T, H).items():
             seconds = measure(call) - (clone if name == "LOCAL" else 0)
             moved, products = (B * T // C * H * n for n in work(name, width, width))
-            print(f"({B},{T},{H},{width}) {name:12s} {seconds * 1e3:.3f} ms, {moved / seconds / bandwidth:4.0%} of memory,"
-                  f" {products / seconds / rate:4.0%} of products", flush=True)  # fmt: skip
+            shares = f"{moved / seconds / bandwidth:4.0%} of memory, {products / seconds / rate:4.0%} of products"
+            print(f"({B},{T},{H},{width}) {name:12s} {seconds * 1e3:.3f} ms, {shares}", flush=True)
 
 
 if __name__ == "__main__":

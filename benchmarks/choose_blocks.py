@@ -8,9 +8,10 @@ import itertools
 import sys
 
 import torch
+import triton
 from triton.testing import do_bench
 
-from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse
+from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, scratch
 
 SHAPES = {  # (width of keys and values, more programs than multiprocessors): B, T, H
     (128, True): (8, 4096, 16),
@@ -29,6 +30,7 @@ def stages(width, B, T, H):
     v, do = draw(2, B, T, H, width).bfloat16()
     beta, state = draw(B, T, H).sigmoid().bfloat16(), draw(B, H, width, width)
     layout = chunks.Layout.of(q, None)
+    triton.set_allocator(scratch)
     rates, _ = chunks.rates(beta, None, layout, H)
     X = inverse.inverse(k, rates, None, layout, "tf32")
     *_, S = forward.walk(q, k, v, rates, None, X, state, layout, save=True, **HOW)

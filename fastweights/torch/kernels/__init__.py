@@ -11,7 +11,7 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.torch import autograd
 from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, segments, step
-from fastweights.torch.kernels.launch import on_device_of, register
+from fastweights.torch.kernels.launch import on_device_of, register, together
 from fastweights.torch.layout import bound
 
 INTERPRETED = type(forward._forward).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
@@ -63,7 +63,7 @@ def refusal(q: Tensor) -> str | None:
 
 def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
     """(o, final state, X, S): X the inverses, S the memory before each row, transposed, if saved."""
-    shape, n = v.shape, segments.count(q, cu_seqlens)
+    shape, n = v.shape, segments.count(q, cu_seqlens, delta)
     q, k, v, beta, log_decay = segments.cut(n, *contiguous(q, k, v, beta, log_decay))
     state, how = state.contiguous(), dict(delta=delta, before=before, precision=float32_products())
     layout = chunks.Layout.of(q, cu_seqlens)
@@ -80,7 +80,7 @@ def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
 
 def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
-    B, T, n = q.shape[0], q.shape[1], segments.count(q, cu_seqlens)
+    B, T, n = q.shape[0], q.shape[1], segments.count(q, cu_seqlens, delta)
     do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
     dfinal = None if dfinal is None else dfinal.contiguous()
     how = dict(delta=delta, before=before, precision=float32_products())
@@ -124,8 +124,15 @@ def kernel(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
     cu_seqlens: Tensor | None, delta: bool, before: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs, how = (q, k, v, beta, log_decay, state, cu_seqlens), (delta, before)
+
+    def with_backward():  # which will follow
+        o, _, X, S = run_forward(*inputs, *how, save)
+        if save:
+            run_backward(o, None, *inputs, X, S, *how)
+
     with on_device_of(q):
-        return run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
+        return together(lambda: run_forward(*inputs, *how, save), with_backward, q)
 
 
 def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
@@ -142,10 +149,16 @@ def kernel_backward(
     state: Tensor, cu_seqlens: Tensor | None, X: Tensor, S: Tensor,
     delta: bool, before: bool,
 ) -> autograd.Gradients:  # fmt: skip
-    with on_device_of(q):
+    inputs = (q, k, v, beta, log_decay, state, cu_seqlens)
+
+    def run():
+        saved = X, S
         if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
-            X, S = run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, True)[2:]
-        grads = run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before)
+            saved = run_forward(*inputs, delta, before, True)[2:]
+        return run_backward(do, dfinal, *inputs, *saved, delta, before)
+
+    with on_device_of(q):
+        grads = together(run, run, q)
     dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 

@@ -15,7 +15,7 @@ from fastweights.torch.kernels.chunks import (
     load_tile,
     product,
     read_decay,
-    store_state,
+    store_block,
     store_tile,
 )
 
@@ -45,7 +45,6 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         X = describe(X, tokens * H, C, C, C, TMA)
     if OUT:
         dy = describe(dy, tokens, H * V, C, BV, TMA)
-        D_saved = describe(D_saved, tokens // C * H * V, K, BV, 64, TMA)
     for back in tl.range(0, chunks, num_stages=STAGES):
         step = chunks - 1 - back
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
@@ -54,7 +53,7 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         do_i = tl.trans(load_tile(do, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
         D_low = D.to(dtype)
         if OUT:
-            store_state(D_saved, D_low, at, column, V, K, BV, BK, TMA)
+            store_block(D_saved, D_low, at, column, 0, V, K, BV, BK)
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
         A = product(q_i, tl.trans(k_i), None, PRECISION)  # [C, C]
         du = product(D_low, tl.trans(k_i), None, PRECISION)  # [BV, C]

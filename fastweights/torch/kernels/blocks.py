@@ -10,8 +10,8 @@ import torch
 
 # (warps, stages). Walks: by the width of a block of keys and whether there are more programs than multiprocessors, for
 # 16-bit numbers by the copy engine. Local gradients: by the width of a block of values. Inverses: of a block of keys.
-WALK = {(64, True): (4, 2), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
-REVERSE = {(64, True): (4, 2), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
+WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
+REVERSE = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
 LOCAL = {64: (4, 1), 128: (4, 1)}
 INVERSE = {64: (4, 1), 128: (4, 1)}
 

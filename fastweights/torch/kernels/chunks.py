@@ -143,21 +143,6 @@ def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr, BK:
 
 
 @triton.jit
-def store_state(x, value, at, row, V: tl.constexpr, K: tl.constexpr,
-                BV: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """x[at, row : row + BV] of matrices (V, K) from [BV, BK]; by the engine 64 columns at a time, to need less room."""
-    if not TMA:
-        store_block(x, value, at, row, 0, V, K, BV, BK)
-    elif BK == 64:
-        x.store([(at * V + row).to(tl.int32), 0], value)
-    else:
-        tl.static_assert(BK == 128)
-        left, right = tl.split(tl.permute(tl.reshape(value, [BV, 2, 64]), [0, 2, 1]))
-        x.store([(at * V + row).to(tl.int32), 0], left)
-        x.store([(at * V + row).to(tl.int32), 64], right)
-
-
-@triton.jit
 def product(a, b, c, PRECISION: tl.constexpr):
     """a @ b + c in float32. tf32 is rounded to nearest here: the tensor cores drop the bits that do not fit."""
     if PRECISION == "tf32" and a.dtype == tl.float32:

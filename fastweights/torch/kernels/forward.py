@@ -19,7 +19,7 @@ from fastweights.torch.kernels.chunks import (
     load_tile,
     product,
     read_decay,
-    store_state,
+    store_block,
     store_tile,
 )
 
@@ -45,8 +45,6 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
         v = describe(v, tokens, H * V, C, BV, TMA)
     if OUT:
         q, o = describe(q, tokens, H * K, C, BK, TMA), describe(o, tokens, H * V, C, BV, TMA)
-    if SAVE:
-        S_saved = describe(S_saved, tokens // C * H * V, K, BV, 64, TMA)
     if DELTA:
         X = describe(X, tokens * H, C, C, C, TMA)
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
@@ -56,7 +54,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
             u = tl.trans(load_tile(v, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
         S_low = S.to(dtype)
         if SAVE:
-            store_state(S_saved, S_low, at, column, V, K, BV, BK, TMA)
+            store_block(S_saved, S_low, at, column, 0, V, K, BV, BK)
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)

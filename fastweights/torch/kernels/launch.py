@@ -1,11 +1,20 @@
-"""How kernels are started and made known to PyTorch, at little cost on the host."""
+"""How kernels are compiled, started and made known to PyTorch, at little cost on the host."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
 
 library = torch.library.Library("fastweights", "FRAGMENT")
 _compiled: dict[tuple, object] = {}
+_call = threading.local()  # .missing: kernels to compile, of a call that is gone through without starting any
+_STOP: dict[tuple, tuple] = {}  # or this: the call stops at the first
+
+
+class _Missing(Exception):
+    """A kernel of this call is not compiled yet."""
 
 
 def start(kernel, grid, tensors, numbers, constants, **options):
@@ -18,11 +27,43 @@ def start(kernel, grid, tensors, numbers, constants, **options):
     device = next(x.device for x in tensors if x is not None)
     kinds = tuple((x % 16 == 0, x == 1, x >= 2**31) for x in numbers)
     key = (kernel, device, found, kinds, constants, *options.items())
-    arguments = (*tensors, *numbers, *constants)
     if compiled := _compiled.get(key):
-        compiled[(*grid, 1, 1)[:3]](*arguments)
-    elif compiled := kernel[grid](*arguments, **options):  # none from the interpreter
+        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
+    elif (missing := getattr(_call, "missing", None)) is _STOP:
+        raise _Missing
+    elif missing is not None:
+        like = (None if f is None else torch.empty(16, dtype=f[0], device=device)[0 if f[1] else 1 :] for f in found)
+        missing[key] = (kernel, grid, (*like, *numbers, *constants), options, device)
+    elif compiled := kernel[grid](*tensors, *numbers, *constants, **options):  # none from the interpreter
         _compiled[key] = compiled
+
+
+def together(run, everything, on):
+    """run(). If a kernel of it was never compiled, all those of `everything()` are compiled first, side by side.
+
+    `everything` is gone through without starting any. One after the other they would take twice as long.
+    """
+    if not on.is_cuda or getattr(_call, "missing", None) is not None:
+        return run()
+    try:
+        _call.missing = _STOP
+        return run()
+    except _Missing:
+        _call.missing = missing = {}
+        everything()
+    finally:
+        _call.missing = None
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        _compiled.update(zip(missing, pool.map(_compile, missing.values()), strict=True))
+    return run()
+
+
+def _compile(job):
+    kernel, grid, arguments, options, device = job
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+        compiled[(*grid, 1, 1)[:3]]  # builds its launcher and loads it
+    return compiled
 
 
 def on_device_of(x):

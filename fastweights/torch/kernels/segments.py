@@ -12,15 +12,15 @@ from fastweights.torch.kernels import backward, blocks, chunks, forward
 FULL = 128  # heads of sequences that fill a device
 
 
-def count(q, cu_seqlens):
-    """Segments per sequence: 1 unless there are so few heads that walking three times over is the faster way."""
+def count(q, cu_seqlens, delta):
+    """Segments per sequence: 1 unless there are so few heads that to walk twice (delta: three times) is faster."""
     B, T, H = q.shape[:3]
     if cu_seqlens is not None or not B * H or blocks.wide(q):
         return 1
     n = 1
     while 2 * n * B * H <= FULL and T % (2 * n * chunks.C) == 0 and T // (2 * n * chunks.C) >= 32:
         n *= 2
-    return n if n >= 8 else 1
+    return n if n >= (8 if delta else 2) else 1  # M is known beforehand for sums
 
 
 def cut(n, *tensors):
@@ -29,24 +29,30 @@ def cut(n, *tensors):
 
 
 def transition(k, beta, log_g, X, layout, precision):
-    """M (sequences, H, K, K): what a whole sequence makes of the memory before it."""
-    H, K = k.shape[2:]
-    eye = torch.eye(K, device=k.device)
+    """M: what a whole sequence makes of the memory before it. None: it stays.
+
+    (sequences, H, K, K), or (sequences, H, 1, 1) where every row of the memory only decays.
+    """
     if X is not None:
-        eye = eye.expand(layout.sequences, H, K, K).contiguous()
+        H, K = k.shape[2:]
+        eye = torch.eye(K, device=k.device).expand(layout.sequences, H, K, K).contiguous()
         return forward.walk(k, k, None, beta, log_g, X, eye, layout, delta=True, before=False, precision=precision,
                             out=False)[1]  # fmt: skip
     if log_g is None:
-        return eye.expand(layout.sequences, H, K, K)
-    return eye * log_g[:, :, -1].unflatten(0, (layout.sequences, -1)).sum(1).exp()[..., None, None]
+        return None
+    return log_g[:, :, -1].unflatten(0, (layout.sequences, -1)).sum(1).exp()[..., None, None]
 
 
 def chain(start, M, N):
     """The memory before each segment, from that before the first: (B * n, H, K, V)."""
-    M, N = (x.unflatten(0, (len(start), -1)) for x in (M, N))
+    N = N.unflatten(0, (len(start), -1))
+    if M is None:
+        before = torch.cat([start[:, None], N[:, :-1]], 1).cumsum(1)
+        return before.flatten(0, 1)
+    M = M.unflatten(0, (len(start), -1))
     S = [start]
     for s in range(N.shape[1] - 1):
-        S.append(torch.matmul(M[:, s], S[-1]) + N[:, s])
+        S.append((M[:, s] * S[-1] if M.shape[-1] == 1 else torch.matmul(M[:, s], S[-1])) + N[:, s])
     return torch.stack(S, 1).flatten(0, 1)
 
 
@@ -60,6 +66,6 @@ def before_each(q, k, v, beta, log_g, X, state, layout, **how):
 def after_each(q, k, beta, log_g, X, do, dfinal, layout, **how):
     """The gradient of the memory after each segment."""
     E = backward.reverse(q, k, beta, log_g, X, do, None, layout, **how, out=False)[2]
-    M = transition(k, beta, log_g, X, layout, how["precision"]).mT
+    M = transition(k, beta, log_g, X, layout, how["precision"])
     turn = lambda x: x.unflatten(0, (len(dfinal), -1)).flip(1).flatten(0, 1)  # noqa: E731
-    return turn(chain(dfinal, turn(M), turn(E)))
+    return turn(chain(dfinal, None if M is None else turn(M.mT), turn(E)))
