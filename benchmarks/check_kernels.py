@@ -2,9 +2,9 @@
 
 Against the equation in float64, every output and gradient may err at most twice as much as plain PyTorch does in the
 same dtype, the worse of the loop and of the plain chunked form. With TF32 that is the worse of the chunked form on this
-GPU, whose library makes some narrow products in float32 all the same, and of one whose products all round. Packed sequences are held to the
-same, each by itself. Single tokens, which have a kernel of their own, are held to the loop alone. Then: 1000 runs are
-bit-identical, and a CUDA graph replays them.
+GPU, whose library makes some narrow products in float32 all the same, and of one whose products all round. Packed
+sequences are held to the same, each by itself. Single tokens, which have a kernel of their own, are held to the loop
+alone. Then: 1000 runs are bit-identical, and a CUDA graph replays them.
 """
 
 import itertools

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 import fastweights.lab as lab  # noqa: E402
 from fastweights import cli  # noqa: E402
 from fastweights.core import FastWeightError  # noqa: E402
-from fastweights.lab import experiment, results  # noqa: E402
+from fastweights.lab import experiment, pool, results  # noqa: E402
 from fastweights.lab.experiment import Report, reproduce  # noqa: E402
 from fastweights.lab.retrieval import Model, Task, effective  # noqa: E402
 from fastweights.lab.training import train  # noqa: E402
@@ -142,6 +142,31 @@ def test_command_in_two_processes(monkeypatch, capsys, tmp_path):
         assert stop.value.code == 0, out
         assert "holds: all models train" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["associative.csv", "associative.png"]
+
+
+def test_failures_in_processes_cost_their_arms_alone(monkeypatch, tmp_path):
+    """A process that fails or dies is replaced and every other arm is done; on a GPU the arm is tried once more."""
+    plan = experiment.plan("recall", smoke=True, out=tmp_path)
+    good = dict(plan.arms[0], steps=2)
+    bad, deadly = dict(good, model="nothing"), dict(good, vocab=-1)
+    plan.chosen = [bad, good, dict(good, seed=1), dict(good, seed=2)]
+    broken = pool.run_all([plan], jobs=2)
+    assert len(broken) == 1
+    assert "model is 'nothing'" in broken[0]
+    assert plan.missing(plan.chosen) == [bad]
+    work, heard = pool._Pool([(plan, bad), (plan, deadly)], "cpu", None, math.inf, lambda *told: heard.append(told)), []
+    work.device = "cuda"  # only the pool believes so
+    assert len(work.run(2)) == 2
+    assert [text for _, _, text in heard if "FAILED" in text]
+    assert plan.missing(plan.chosen) == [bad]
+
+
+def test_longest_arms_first(toy, tmp_path):
+    toy.cost = lambda arm: arm["number"]
+    plan = experiment.plan("capacity", out=tmp_path)
+    assert [plan.cost(arm) for arm in plan.arms] == [0.0, 1.0, 2.0]
+    del toy.cost
+    assert plan.cost(plan.arms[2]) == 1.0
 
 
 def test_list_names_every_experiment(monkeypatch, capsys):

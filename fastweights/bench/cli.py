@@ -105,6 +105,9 @@ def memory(
     method: Annotated[
         list[str] | None, typer.Option(help="Our method to time; repeatable. All but the loop over tokens when absent.")
     ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="A peer to time, such as FLA; repeatable. All installed when absent.")
+    ] = None,
     device: On = Device.cpu,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of the inputs; float32 on the CPU and bfloat16 on a GPU when absent.")
@@ -147,7 +150,12 @@ def memory(
     cases = bench_memory.cases(shapes, rules, device, dtype)
     with _agreeing(bench_memory.STEPS * len(cases)) as advance:
         results = bench_memory.run(
-            cases, repeats=repeats or (2 if smoke else 20), methods=method or (), softmax=softmax, advance=advance
+            cases,
+            repeats=repeats or (2 if smoke else 20),
+            methods=method or (),
+            only=peer or (),
+            softmax=softmax,
+            advance=advance,
         )
     report.show(results, Console())
     _write(path, report.payload(device, results))

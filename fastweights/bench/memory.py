@@ -69,14 +69,15 @@ def run(
     *,
     repeats: int,
     methods: Sequence[str] = (),
+    only: Sequence[str] = (),
     softmax: bool = False,
     advance: Advance = lambda what, steps: None,
 ) -> list[Result]:
-    """Check every case, then time every case. `advance` hears of two steps per case."""
+    """Check every case, then time every case. `only`: these peers alone. `advance` hears of two steps per case."""
     results, entered = [], []
     for case in cases:
         advance(f"checking {case}", 0)
-        contestants, left_out = enter(case, methods, softmax)
+        contestants, left_out = enter(case, methods, only, softmax)
         errors, failed = agree.check(case, contestants, case.tensors())
         contestants = [c for c in contestants if c.name not in failed]
         same = tuple(c.name for c in contestants if c.peer and c.comparable)
@@ -104,8 +105,14 @@ def peaks(case: Case, contestants: Sequence[Contestant]) -> dict[str, int]:
     return found
 
 
-def enter(case: Case, methods: Sequence[str], softmax: bool) -> tuple[list[Contestant], dict[str, str]]:
+def enter(
+    case: Case, methods: Sequence[str] = (), only: Sequence[str] = (), softmax: bool = False
+) -> tuple[list[Contestant], dict[str, str]]:
     """Who takes part in a case, and why the others do not."""
+    names = [peer.name for peer in peers.PEERS]
+    for name in only:
+        if name not in names:
+            raise FastWeightError(f"--peer is {name!r}; expected one of {', '.join(names)}")
     left_out: dict[str, str] = {}
     contestants = []
     for method in methods or our_methods():
@@ -118,7 +125,8 @@ def enter(case: Case, methods: Sequence[str], softmax: bool) -> tuple[list[Conte
             contestants.append(contestant)
             if case.mapped:
                 contestants.append(eager_method(method, case))
-    for peer in peers.PEERS + ((peers.SOFTMAX,) if softmax else ()):
+    asked = tuple(peer for peer in peers.PEERS if not only or peer.name in only)
+    for peer in asked + ((peers.SOFTMAX,) if softmax and not case.mapped else ()):
         found = peer.contestant(case)
         if isinstance(found, str):
             left_out[peer.name] = found

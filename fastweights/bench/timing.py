@@ -79,6 +79,7 @@ class CudaClock:
     """Time on the GPU, read when everything has been queued."""
 
     CACHE_BYTES = 256 * 2**20  # more than the last-level cache of any GPU
+    AHEAD = 2_000_000  # cycles, about 1 ms, in which the host queues the call: it may have just queued a slower one
 
     def __init__(self) -> None:
         import torch
@@ -90,6 +91,7 @@ class CudaClock:
 
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.cache.zero_()
+        torch.cuda._sleep(self.AHEAD)
         start.record()
         call()
         stop.record()

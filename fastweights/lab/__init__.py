@@ -8,6 +8,7 @@ An experiment is a module here with
     plot(rows, path)                  the figure
     check(rows, smoke) -> list[str]   the claim as assertions; lines that say what was confirmed
     table(rows) -> list[dict]         optional: what to print, ours beside the paper's
+    cost(arm) -> float                optional: seconds, about, where processes share a GPU; the longest go first
 
 and a docstring that says the title, Paper:, Claim:, Cost: and Differs:.
 """

@@ -60,6 +60,10 @@ class Plan:
     results: Results
     smoke: bool
 
+    def cost(self, arm: Arm) -> float:
+        """Its share of the work, in seconds of a shared GPU as far as the experiment can tell."""
+        return float(self.module.cost(arm)) if hasattr(self.module, "cost") else 1.0
+
     def missing(self, arms: list[Arm]) -> list[Arm]:
         """Those without results."""
         return [arm for arm in arms if key(arm) not in self.results]
@@ -145,10 +149,17 @@ def find_data(data: Path | None) -> Path | None:
     return data or (SHARED_DATA if SHARED_DATA.is_dir() else None)
 
 
-def run_arm(name: str, arm: Arm, device: str, report: Report) -> tuple[list[Row], float]:
-    """The rows of one arm and the seconds it took. The same arm gives the same rows: it is seeded by what it is."""
+def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = True) -> tuple[list[Row], float]:
+    """The rows of one arm and the seconds it took. The same arm gives the same rows: it is seeded by what it is.
+
+    record: whether steps on a GPU may be recorded and replayed.
+    """
     import torch
 
+    from fastweights.lab import steps
+
+    steps.recording = record
+    steps.free()  # what the arm before left
     torch.manual_seed(int(arm.get("seed", 0)))
     random.seed(key(arm))
     began = time.perf_counter()

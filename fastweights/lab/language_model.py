@@ -76,6 +76,10 @@ def arms(parts, dim, depth, length, batch, tokens, lr, limit, seeds):
     return found
 
 
+def cost(arm):
+    return 35 * arm["tokens"] / 6e6
+
+
 def make(arm: dict, vocab: int) -> LanguageModel:
     """The model of an arm."""
     name, depth, words = arm["model"], arm["depth"], arm["corpus"].endswith("words")

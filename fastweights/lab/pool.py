@@ -6,12 +6,13 @@ this process alone writes.
 
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
-import queue
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ def run_all(
     minutes: float | None = None,
     console: Console | None = None,
 ) -> list[str]:
-    """Run the arms that are missing and keep their rows; returns what broke. Several experiments take turns."""
+    """Run the arms that are missing and keep their rows; returns what broke. Of several experiments the longest first.
+
+    With one job the arms come in their order, and experiments take turns.
+    """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     turns = itertools.zip_longest(*([(plan, arm) for arm in plan.missing(plan.chosen)] for plan in plans))
     tasks: list[Task] = [task for turn in turns for task in turn if task is not None]
@@ -45,7 +49,8 @@ def run_all(
     with _display(len(tasks), jobs, console) as tell:
         if jobs == 1:
             return _here(tasks, device, data, deadline, tell)
-        return _in_processes(tasks, device, data, deadline, jobs, tell)
+        tasks.sort(key=lambda task: -task[0].cost(task[1]))  # so that no process works on alone at the end
+        return _Pool(tasks, device, data, deadline, tell).run(jobs)
 
 
 def _here(tasks: list[Task], device: str, data: Path | None, deadline: float, tell: Tell) -> list[str]:
@@ -63,57 +68,97 @@ def _here(tasks: list[Task], device: str, data: Path | None, deadline: float, te
             broken.append(f"{plan.name}, {describe(arm)}:\n{traceback.format_exc()}")
         else:
             plan.results.add(arm, rows, seconds)
-        tell(0, -1.0, "")
+        tell(0, -1.0, f"{plan.name}: {describe(arm)}")
     return broken
 
 
-def _in_processes(
-    tasks: list[Task], device: str, data: Path | None, deadline: float, jobs: int, tell: Tell
-) -> list[str]:
-    context = multiprocessing.get_context("spawn")
-    wanted, said = context.Queue(), context.Queue()
-    for i, (plan, arm) in enumerate(tasks):
-        wanted.put((i, plan.name, arm, plan.smoke))
-    for _ in range(jobs):
-        wanted.put(None)
-    # time.monotonic() counts from one moment for all processes of a machine
-    workers = [context.Process(target=_work, args=(n, wanted, said, device, data, deadline), daemon=True)
-               for n in range(jobs)]  # fmt: skip
-    broken: list[str] = []
-    try:
-        for worker in workers:
-            worker.start()
-        busy = set(range(jobs))
-        while busy:
-            try:
-                kind, n, *what = said.get(timeout=1.0)
-            except queue.Empty:
-                for n in [n for n in busy if not workers[n].is_alive()]:
-                    busy.discard(n)
-                    broken.append(f"process {n} died with exit code {workers[n].exitcode}")
-                continue
-            if kind == "far":
-                tell(n, *what)
-            elif kind == "end":
-                busy.discard(n)
+class _Pool:
+    """Processes that are given one arm at a time, each through a pipe of its own.
+
+    A process that failed is replaced: a GPU's error may have left it unable to do anything. There its arm is tried once
+    more, the last of all and without recording (steps.py).
+    """
+
+    def __init__(self, tasks: list[Task], device: str, data: Path | None, deadline: float, tell: Tell):
+        self.tasks, self.device, self.how, self.tell = tasks, device, (device, data, deadline), tell
+        self.waiting = deque(range(len(tasks)))
+        self.failed: dict[int, str] = {}
+        self.context = multiprocessing.get_context("spawn")
+        self.processes: dict[Any, tuple[int, Any]] = {}  # by the pipe's end here
+        self.given: dict[Any, int | None] = {}
+
+    def run(self, jobs: int) -> list[str]:
+        pipe: Any
+        try:
+            for n in range(jobs):
+                self._start(n)
+            while self.processes:
+                for pipe in multiprocessing.connection.wait(list(self.processes)):
+                    try:
+                        kind, *what = pipe.recv()
+                    except (EOFError, OSError):
+                        self._ended(pipe)
+                    else:
+                        self._heard(pipe, kind, what)
+        finally:
+            for _, process in self.processes.values():
+                process.terminate()
+                process.join()
+        return [f"{plan.name}, {describe(arm)}:\n{self.failed[i]}"
+                for i, (plan, arm) in enumerate(self.tasks) if i in self.failed]  # fmt: skip
+
+    def _start(self, n: int) -> None:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_work, args=(theirs, *self.how), daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        self.processes[ours] = n, process
+        self._give(ours)
+
+    def _give(self, pipe: Any) -> None:
+        i = self.given[pipe] = self.waiting.popleft() if self.waiting else None
+        plan, arm = self.tasks[i] if i is not None else (None, None)
+        with suppress(OSError):  # it has ended, which the pipe will say
+            pipe.send(None if plan is None else (plan.name, arm, plan.smoke, i not in self.failed))
+
+    def _heard(self, pipe: Any, kind: str, what: list) -> None:
+        n, i = self.processes[pipe][0], self.given[pipe]
+        if kind == "far":
+            self.tell(n, *what)
+        elif kind == "late":
+            self.given[pipe], self.waiting = None, deque()
+        elif i is not None:
+            plan, arm = self.tasks[i]
+            if kind == "rows":
+                plan.results.add(arm, *what)
+                self.failed.pop(i, None)
+                self.tell(n, -1.0, f"{plan.name}: {describe(arm)}")
+                self._give(pipe)
             else:
-                i, result = what
-                plan, arm = tasks[i]
-                if kind == "rows":
-                    plan.results.add(arm, *result)
-                else:
-                    broken.append(f"{plan.name}, {describe(arm)}:\n{result}")
-                tell(n, -1.0, "")
-    finally:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
-    return broken
+                self.given[pipe] = None
+                self._broke(n, i, *what)
+
+    def _broke(self, n: int, i: int, why: str) -> None:
+        plan, arm = self.tasks[i]
+        again = self.device != "cpu" and i not in self.failed
+        self.failed[i] = why
+        if again:
+            self.waiting.append(i)
+        else:
+            self.tell(n, -1.0, f"{plan.name}: {describe(arm)}: FAILED: {why.strip().splitlines()[-1]}")
+
+    def _ended(self, pipe: Any) -> None:
+        (n, process), i = self.processes.pop(pipe), self.given.pop(pipe)
+        process.join()
+        pipe.close()
+        if i is not None:
+            self._broke(n, i, f"its process died with exit code {process.exitcode}")
+        if self.waiting:
+            self._start(n)
 
 
-def _work(n: int, wanted: Any, said: Any, device: str, data: Path | None, deadline: float) -> None:
-    """One process: arms until there are none or the time is over."""
+def _work(pipe: Any, device: str, data: Path | None, deadline: float) -> None:
+    """One process: arms until there are none, the time is over or one fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     last = 0.0
 
@@ -121,19 +166,18 @@ def _work(n: int, wanted: Any, said: Any, device: str, data: Path | None, deadli
         nonlocal last
         if time.monotonic() - last > 0.3:
             last = time.monotonic()
-            said.put(("far", n, fraction, text))
+            pipe.send(("far", fraction, text))
 
-    while (task := wanted.get()) is not None:
-        i, name, arm, smoke = task
-        report = Report(_named(name, tell), data, smoke, deadline)
+    while (task := pipe.recv()) is not None:
+        name, arm, smoke, record = task
+        report = Report(_named(name, tell), data, smoke, deadline)  # time.monotonic() is one for a machine's processes
         try:
             report(0.0, describe(arm))
-            said.put(("rows", n, i, run_arm(name, arm, device, report)))
+            pipe.send(("rows", *run_arm(name, arm, device, report, record=record)))
         except OutOfTime:
-            break
+            return pipe.send(("late",))
         except Exception:
-            said.put(("error", n, i, traceback.format_exc()))
-    said.put(("end", n))
+            return pipe.send(("broke", traceback.format_exc()))
 
 
 def _named(name: str, tell: Callable[[float, str], None]) -> Callable[[float, str], None]:
@@ -147,10 +191,14 @@ def describe(arm: Arm) -> str:
 
 @contextmanager
 def _display(total: int, jobs: int, console: Console | None) -> Iterator[Tell]:
-    """A bar for all arms with the time left, and a line per process. tell(process, -1, "") is an arm that is done."""
+    """A bar for all arms with the time left, and a line per process. tell(process, -1, text) is an arm that is done.
+
+    Where there is no terminal, a line for each arm that is done.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     show = console is not None and console.is_terminal
+    began = time.monotonic()
     with Progress(*columns, *times, console=console, transient=True, disable=not show) as bar:
         whole = bar.add_task(f"{total} arms", total=total)
         lines = [bar.add_task("", total=1.0) for _ in range(jobs)]
@@ -160,7 +208,10 @@ def _display(total: int, jobs: int, console: Console | None) -> Iterator[Tell]:
             nonlocal done
             done += fraction < 0
             fractions[n] = max(0.0, fraction)
-            bar.update(lines[n], completed=fractions[n], description=text[:70])
+            bar.update(lines[n], completed=fractions[n], description=text[:70] if fraction >= 0 else "")
             bar.update(whole, completed=done + sum(fractions), description=f"{done} of {total} arms")
+            if fraction < 0 and console is not None and not show:
+                line = f"{time.monotonic() - began:.0f} s, {done} of {total}, {text}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         yield tell

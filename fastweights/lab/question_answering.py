@@ -34,6 +34,10 @@ def arms(models, dim, depth, tokens, epochs, lr, limit, seeds):
     return [dict(model=m, seed=s, **rest) for s in range(seeds) for m in models]
 
 
+def cost(arm):
+    return 85 * arm["epochs"] / 24
+
+
 def run(arm, *, device, report):
     found = stories.load(None if report.smoke else report.data, arm["limit"])
     vocab = 1 + len(found.words) + len(found.answers)  # answers are told apart from words

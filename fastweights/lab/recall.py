@@ -35,6 +35,10 @@ def arms(models, widths, pairs, vocab, batch, steps, lr, seeds):
     return [dict(model=m, width=w, seed=s, **rest) for s in range(seeds) for w in widths for m in models]
 
 
+def cost(arm):
+    return 30 * arm["steps"] / 1000
+
+
 def sequences(rows: int, pairs: Tensor, most: int, vocab: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """tokens and labels (rows, 4 * most); label -1 where nothing is asked.
 

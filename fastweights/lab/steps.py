@@ -1,6 +1,8 @@
 """Training steps of small models, recorded once on a GPU and replayed: launching one costs more than running it."""
 
+import gc
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 WARM = 3  # steps run as they are before one is recorded: the optimiser's state and the kernels' binaries come to be
+recording = True  # False: all steps are run as they are
 
 
 def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
@@ -21,6 +24,36 @@ def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
 def autocast(device: str) -> AbstractContextManager:
     """bfloat16 products on a GPU, float32 elsewhere."""
     return torch.autocast("cuda" if device.startswith("cuda") else "cpu", torch.bfloat16, device.startswith("cuda"))
+
+
+def free() -> None:
+    """Give back the memory of recordings that are no more: other processes may want it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def record(function: Callable[[], Any]) -> tuple[Any, Any] | None:
+    """(CUDA graph, what function returned), or None with a warning: something in it waits for the CPU, for example."""
+    if not recording:
+        return None
+    free()
+    here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    gc.disable()  # a recording of old that is freed meanwhile would spoil this one
+    try:
+        with torch.cuda.graph(graph):
+            output = function()
+    except Exception as error:
+        torch.cuda.set_stream(here)
+        generator = torch.cuda.default_generators[here.device_index]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one believes that it is being recorded
+        said = str(error).strip().partition("\n")[0]
+        warnings.warn(f"steps could not be recorded and run as they are, slower: {said}", stacklevel=2)
+        return None
+    finally:
+        gc.enable()
+    return graph, output
 
 
 class Replay:
@@ -55,14 +88,12 @@ class Replay:
         return output
 
     def _record(self, shapes: tuple, inputs: tuple) -> Any:
-        held, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph):
-                output = self.function(*held)
-        except RuntimeError:  # something in it waits for the CPU, so it can only be run as it is
+        held = [x.clone() for x in inputs]
+        found = record(lambda: self.function(*held))
+        if found is None:
             self.records = False
             return self.function(*inputs)
+        graph, output = found
         self.recorded[shapes] = graph, held, output
         graph.replay()
         return output
@@ -74,8 +105,6 @@ class Steps:
     def __init__(self, model: nn.Module, objective: Callable[..., Tensor], device: str, *, lr: float,
                  weight_decay: float = 0.1, clip: float = 1.0):  # fmt: skip
         on_gpu = device.startswith("cuda")
-        if on_gpu:
-            torch.cuda.empty_cache()  # of recordings that are no more: other processes may want the memory
         self.model, self.lr = model, lr
         parameters = list(model.parameters())
         matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastweights.lab.steps import record
+
 WARM = 3  # steps run as they are before any is recorded: kernels are compiled and the optimiser's state comes to be
 
 
@@ -141,15 +143,19 @@ class Together:
     def _record(self) -> None:
         while len(self.streams) < len(self.functions):
             self.streams.append(torch.cuda.Stream())
-        self.graph = graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            main = torch.cuda.current_stream()
-            for stream, function in zip(self.streams, self.functions, strict=False):
-                stream.wait_stream(main)
-                with torch.cuda.stream(stream):
-                    self.outputs.append(function())
-            for stream, _ in zip(self.streams, self.functions, strict=False):
-                main.wait_stream(stream)
+        found = record(self._branches)
+        if found is not None:
+            self.graph, self.outputs = found
+
+    def _branches(self) -> list[Any]:
+        main, outputs = torch.cuda.current_stream(), []
+        for stream, function in zip(self.streams, self.functions, strict=False):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                outputs.append(function())
+        for stream, _ in zip(self.streams, self.functions, strict=False):
+            main.wait_stream(stream)
+        return outputs
 
     def __call__(self) -> list[Any]:
         """What each returned; on a GPU these tensors are overwritten by the next call."""

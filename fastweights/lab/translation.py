@@ -36,6 +36,10 @@ def arms(kinds, dim, heads, depth, tokens, epochs, lr, limit, seeds):
     return [dict(kind=k, seed=s, **rest) for s in range(seeds) for k in kinds]
 
 
+def cost(arm):
+    return 95 * arm["epochs"] / 16
+
+
 def run(arm, *, device, report):
     found = seq2seq.load(None if report.smoke else report.data, arm["limit"])
     how = {name: arm[name] for name in ("dim", "heads", "depth", "kind")}

@@ -1,6 +1,7 @@
 """Layers for PyTorch: batch first, state in and state out."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,21 @@ from fastweights.attention import AttentionState
 from fastweights.torch import functional
 from fastweights.torch.ops import fast_weight, feature_map
 
+
+def _array(numbers: tuple[float, ...], like: Tensor) -> Tensor:
+    """numbers beside `like`; on a GPU copied there once, since a copy would wait, and break a CUDA graph."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if like.is_cuda and type(like) is Tensor and not torch.compiler.is_compiling():
+        return _kept(numbers, dtype, like.device)
+    return torch.tensor(numbers, dtype=dtype, device=like.device)
+
+
+@cache
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
 OPS = attention.Ops(
     xp=torch,
     nn=functional,
@@ -22,8 +38,7 @@ OPS = attention.Ops(
     shape=lambda x: x.shape,
     wide=lambda x: x if x.dtype == torch.float64 else x.float(),
     cast=lambda x, like: x.to(like.dtype),
-    array=lambda numbers, like: torch.tensor(numbers, device=like.device,
-                                             dtype=torch.float64 if like.dtype == torch.float64 else torch.float32),
+    array=_array,
     zeros=lambda shape, like: like.new_zeros(shape),
     arange=lambda n, like: torch.arange(n, device=like.device),
     take=torch.take_along_dim,

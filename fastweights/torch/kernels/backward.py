@@ -85,7 +85,8 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
 @triton.jit
 def _values(k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, gr,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-            DELTA: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            DELTA: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
+            HALF: tl.constexpr):  # fmt: skip
     """BV values: do, dv (also stored, in place of dy), u, and what they add to dA, R, gb and gr."""
     dtype = k.dtype.element_ty
     do_i = load_tile(do, token, head, first, left, H, V, C, BV)  # [C, BV]
@@ -100,10 +101,14 @@ def _values(k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, g
         if DECAY:
             kS *= g[:, None]
         y = u_i - kS
-        if BETA:
+        if BETA and HALF:
             gb += tl.sum(dy_i.to(tl.float32) * y, 1)
+        if BETA:
             y *= b[:, None]
-        u_i = product(load_block(X, at, 0, 0, C, C, C, C), y.to(dtype), None, PRECISION).to(dtype)
+        u = product(load_block(X, at, 0, 0, C, C, C, C), y.to(dtype), None, PRECISION)
+        if BETA and not HALF:
+            gb += tl.sum(dy_i.to(tl.float32) * u, 1) / b  # u / b is the error itself: no difference of large sums
+        u_i = u.to(dtype)
         R = product(dy_i, tl.trans(u_i), R, PRECISION)
     elif BETA:
         gb += tl.sum(dy_i.to(tl.float32) * u_i, 1)
@@ -142,6 +147,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
     whole: tl.constexpr = V <= BV  # u stays on the chip
+    HALF: tl.constexpr = dtype == tl.float16  # whose range is too small to divide by beta
     dA = tl.zeros([C, C], tl.float32)
     R = tl.zeros([C, C], tl.float32)
     gb = tl.zeros([C], tl.float32)  # gradient of beta
@@ -156,12 +162,12 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     if whole:
         do_i, dv_i, u_i, dA, R, gb, gr = _values(
             k, v, X, S, do, dy, b, g, at, token, head, left, 0, dA, R, gb, gr,
-            H, K, V, C, BK, BV, DELTA, BETA, DECAY, PRECISION)  # fmt: skip
+            H, K, V, C, BK, BV, DELTA, BETA, DECAY, PRECISION, HALF)  # fmt: skip
     else:
         for first in range(0, V, BV):
             do_i, dv_i, u_i, dA, R, gb, gr = _values(
                 k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, gr,
-                H, K, V, C, BK, BV, DELTA, BETA, DECAY, PRECISION)  # fmt: skip
+                H, K, V, C, BK, BV, DELTA, BETA, DECAY, PRECISION, HALF)  # fmt: skip
             store_tile(u, u_i, token, head, first, left, H, V, C, BV)
         tl.debug_barrier()  # u and dv are written
     seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
@@ -180,13 +186,14 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     dA_low = tl.where(seen, dA, 0.0).to(dtype)
     if DELTA:
         R = tl.where(below, R, 0.0)
-        if BETA or DECAY:
+        if (BETA and HALF) or DECAY:
             L = tl.zeros([C, C], tl.float32)
             for first_d in range(0, K, BK):
                 k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
                 L = product(k_d, tl.trans(k_d), L, PRECISION)
-        if BETA:
+        if BETA and HALF:
             gb -= tl.sum(R * L, 1)
+        if BETA:
             R *= b[:, None]
         if DECAY:
             within -= _between(R * L, C, True)

@@ -180,6 +180,7 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
     target = (row * H + head)[None, :] * C + i[:, None]
     if BETA:
         b = tl.load(beta + source, mask=inside, other=0.0).to(tl.float32)
+        b = tl.where(tl.abs(b) < 1e-30, 1e-30, b)  # writes nothing, and can be divided by
         tl.store(beta_rows + target, b, mask=(head < H)[None, :])
     if DECAY:
         a = tl.load(log_decay + source, mask=inside, other=0.0).to(tl.float32)
@@ -187,7 +188,7 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
 
 
 def rates(beta, log_decay, layout, H):
-    """beta and the running sum of log_decay within each row, as (rows, H, C) float32, zero rates in the padding."""
+    """beta and the running sum of log_decay within each row, as (rows, H, C) float32, no rates in the padding."""
     given = [x for x in (beta, log_decay) if x is not None]
     if not given or not layout.rows:
         return None, None

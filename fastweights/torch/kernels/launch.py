@@ -33,7 +33,7 @@ def start(kernel, grid, tensors, numbers, constants, **options):
         raise _Missing
     elif missing is not None:
         like = (None if f is None else torch.empty(16, dtype=f[0], device=device)[0 if f[1] else 1 :] for f in found)
-        missing[key] = (kernel, grid, (*like, *numbers, *constants), options, device)
+        missing[key] = (kernel, grid, (*like, *numbers, *constants), options)
     elif compiled := kernel[grid](*tensors, *numbers, *constants, **options):  # none from the interpreter
         _compiled[key] = compiled
 
@@ -59,8 +59,8 @@ def together(run, everything, on):
 
 
 def _compile(job):
-    kernel, grid, arguments, options, device = job
-    with torch.cuda.device(device):
+    kernel, grid, arguments, options = job
+    with on_device_of(next(x for x in arguments if isinstance(x, torch.Tensor))):
         compiled = kernel.warmup(*arguments, grid=grid, **options)
         compiled[(*grid, 1, 1)[:3]]  # builds its launcher and loads it
     return compiled
