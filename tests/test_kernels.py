@@ -124,6 +124,16 @@ def test_without_rates(rng, rule):
 
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_write_rates_of_zero_and_nearly_zero(rng, dtype):
+    """The gradient of beta is there all the same, though u, which it is computed from, is not."""
+    args = problem(rng, B=1, T=70, H=2, K=16, V=16, decay=False)
+    args["beta"][:, ::3] = 0.0
+    args["beta"][:, 1::3] = 1e-6
+    check(args, dtype)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_keys_that_repeat(rng, dtype):
     """The worst case of the inverse. In half precision the sums that cancel there are rounded: a bound of its own."""
     args = problem(rng, B=1, T=128, H=4, K=16, V=16, decay=False)  # of one head the largest error is a matter of luck
