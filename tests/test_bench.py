@@ -136,6 +136,29 @@ def test_hugging_face_computes_the_delta_rule():
     assert len(errors["Hugging Face"]) == 6
 
 
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+def test_hugging_faces_model_is_ours_by_another_hand():
+    """Loss and gradients of weights that are not where training starts."""
+    from fastweights.bench.qwen import their_model
+    from fastweights.lm.config import Config
+    from fastweights.lm.model import LanguageModel
+
+    torch.manual_seed(0)
+    ours = LanguageModel(Config(model="gated-delta", head="linear", dim=16, heads=2, depth=2), 31)
+    for p in ours.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    theirs = their_model(ours)
+    rows = torch.randint(31, (2, 71))
+    loss = ours.score(rows[:, :-1], rows[:, 1:]).loss.mean()
+    other = torch.nn.functional.cross_entropy(theirs(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+    torch.testing.assert_close(other, loss, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    other.backward()
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in (ours, theirs)]
+    torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
+
+
 def test_softmax_is_timed_but_not_compared(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", ())
     (result,) = memory.run([replace(TINY, rule="sum")], repeats=1, softmax=True)
@@ -174,6 +197,8 @@ def test_length_scaling_reports_doublings(monkeypatch):
     assert sum(steps) == pytest.approx(lengths.STEPS)
     assert scaling.lengths == lengths.SMOKE
     assert len(scaling.ratios()) == len(lengths.SMOKE) - 1
+    assert len(scaling.kept) in (0, len(lengths.SMOKE))  # none without glibc
+    assert len(scaling.ratios(kept=True)) == max(0, len(scaling.kept) - 1)
     assert scaling.bytes_per_token() == [1024, 1024]
     console = Console(width=100, file=io.StringIO())
     report.show_lengths([scaling], console)

@@ -52,3 +52,12 @@ def test_vmap_of_the_gradient(case):
 def test_a_convolution_promotes_as_a_product_does():
     x, weight = torch.randn(1, 6, 2, dtype=torch.bfloat16), torch.randn(3, 2)
     assert functional.depthwise(x, weight).dtype == (x * weight[0]).dtype == torch.float32
+
+
+def test_gradients_of_a_convolution_are_wide_under_autocast():
+    """Products of bfloat16 would err by 1e-2."""
+    x, weight = torch.randn(2, 40, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    want = torch.autograd.grad(plain_depthwise(x, weight).sin().sum(), [x, weight])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(functional.depthwise(x, weight).sin().sum(), [x, weight])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

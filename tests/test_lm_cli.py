@@ -69,6 +69,8 @@ def test_eval_scores_in_all_modes(run, trained, place):
     found = json.loads((place / trained / "eval.json").read_text())
     assert [m["mode"] for m in found["modes"]] == ["static", "memory", "fast", "dynamic"]
     assert all(0 < m["bits_per_byte"] < 9 for m in found["modes"])
+    assert "peak" in out
+    assert all(sys.platform != "linux" or m["peak_bytes"] >= 0 for m in found["modes"])
     assert (place / trained / "eval.png").read_bytes()[:4] == b"\x89PNG"
 
 

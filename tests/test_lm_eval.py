@@ -1,10 +1,13 @@
 """Evaluation: each mode is what it says, and leaves the model as it was."""
 
+import io
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from fastweights.core import FastWeightError
 from fastweights.lm import evaluation, report
@@ -78,6 +81,30 @@ def test_summary_counts_bytes(model, texts, tmp_path):
     assert 0 < found["compressors"]["gzip -9"] < 8
     assert found["modes"][0]["state_bytes"] == 0 < found["modes"][1]["state_bytes"]
     assert report.plot(scores, texts, model.tokenizer.lengths(), tmp_path / "x.png")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_peak_memory_is_that_of_the_work_watched():
+    """What others held or freed before does not count; what is freed in between does."""
+    MiB = 2**20
+    before = torch.ones(64 * MiB // 4)
+    del before
+    peak = evaluation.watch_memory(torch.device("cpu"))
+    assert peak() < 8 * MiB
+    torch.ones(32 * MiB // 4)
+    held = torch.ones(16 * MiB // 4)
+    assert 30 * MiB < peak() < 60 * MiB
+    assert evaluation.watch_memory(torch.device("cpu"))() < 8 * MiB
+    assert held.sum() == len(held)
+
+
+def test_peak_memory_is_unknown_where_the_system_does_not_tell(model, texts, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluation, "PROCESS", tmp_path / "nothing")
+    score = evaluation.score(model, texts, "memory")
+    assert score.peak_bytes is None
+    console = Console(file=io.StringIO(), width=120)
+    report.show(evaluation.summary(model, texts, [score]), console)
+    assert "peak" in console.file.getvalue()
 
 
 def test_a_mode_that_does_not_exist(texts):

@@ -1,5 +1,6 @@
 """What PyTorch users do with `fast_weight` beyond calling it: derivatives, dtypes, transforms, compilation, streams."""
 
+import itertools
 import resource
 
 import numpy as np
@@ -9,7 +10,7 @@ from oracle import assert_close, oracle, problem
 from torch.utils.checkpoint import checkpoint
 
 from fastweights import FastWeightError
-from fastweights.torch import fast_weight
+from fastweights.torch import chunked, fast_weight, layout
 from fastweights.torch.layout import inverse
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
@@ -168,15 +169,39 @@ def test_compiles_without_a_graph_break(rng):
         torch.testing.assert_close(got, want)
 
 
-def test_operators_pass_torchs_own_check(rng):
+@pytest.fixture
+def small_segments(monkeypatch):
+    """Segments of two steps of 8 tokens for the sizes of `problem`, so that short sequences have several."""
+    monkeypatch.setattr(layout, "SEGMENT", 2 * layout.SEGMENT // layout.steps_in_cache(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_saved_in_pieces_or_in_one(rng, rule, small_segments, monkeypatch):
+    """37 tokens in 5 steps, saved in 3 pieces, against the loop and against one tensor for all."""
+    inputs = tensors(rng, grad=True, B=2, T=37, H=3, K=8, V=4)
+    assert chunked.piece_steps(inputs[0], inputs[2], None, 8) == 2
+
+    def results(**how):
+        o, S = call(*inputs, rule=rule, **how)
+        return o, S, *torch.autograd.grad(o.sin().sum() + S.sin().sum(), inputs)
+
+    pieces = results()
+    torch.testing.assert_close(pieces, results(method="recurrent"), rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr(chunked, "piece_steps", lambda *_: None)
+    for got, want in zip(pieces, results(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_operators_pass_torchs_own_check(rng, small_segments):
     from fastweights.torch.autograd import backward_op, chunked_op
 
-    inputs = tensors(rng, T=20)
-    for rule in (True, False):
-        forward = (*inputs, None, rule, False, 8, True)
+    inputs = tensors(rng, B=2, T=37, H=3, K=8, V=4)
+    for rule, piece in itertools.product((True, False), (None, 2)):
+        forward = (*inputs, None, rule, False, 8, True, piece)
         torch.library.opcheck(chunked_op, forward)
-        o, S, *saved = chunked_op(*forward)
-        torch.library.opcheck(backward_op, (o, S, *inputs, None, *saved, rule, False, 8))
+        o, S, saved = chunked_op(*forward)
+        assert len(saved) == 3 * (1 if piece is None else 3)
+        torch.library.opcheck(backward_op, (o, S, *inputs, None, saved, rule, False, 8))
 
 
 def test_vmap_equals_a_loop(rng):

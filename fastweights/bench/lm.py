@@ -1,12 +1,11 @@
-"""`fastweights bench lm`: a training step of the application's model, and what longer documents cost to read.
+"""`fastweights bench lm`: a training step of the application's models, and what longer documents cost to read.
 
-The step is timed beside the same model with Hugging Face's delta rule in place of ours, which must give the same loss.
+The step is timed beside the same model with Hugging Face's delta rule in place of ours, and beside Hugging Face's whole
+model where it has one. All must give the same loss, from the same weights.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,18 @@ from rich.console import Console
 from torch import Tensor
 
 from fastweights.bench.agree import Disagreement
+from fastweights.bench.qwen import their_model, their_rule
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Call, Timing, interleave
-from fastweights.core import FastWeightError
 from fastweights.lm.config import Config
 from fastweights.lm.evaluation import SEGMENT
 from fastweights.lm.memory import size
 from fastweights.lm.model import LanguageModel
 from fastweights.lm.training import Objective, make_optimizer, to_batch
-from fastweights.torch import nn
 
-TRAIN: dict[str, Any] = dict(model="delta", head="linear")
+MODELS = ("delta", "gated-delta")
+OURS, RULE, WHOLE = "ours", "Hugging Face's rule", "Hugging Face's model"
+TRAIN: dict[str, Any] = dict(head="linear")
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 SMOKE_TRAIN: dict[str, Any] = TRAIN | dict(dim=16, heads=2, depth=1, length=32, batch=2)
 SMOKE_LENGTHS = (64, 128)
@@ -49,39 +49,56 @@ class Reading:
         return self.timings[max(self.timings)].median / self.timings[min(self.timings)].median
 
 
-@contextmanager
-def their_rule() -> Iterator[None]:
-    """Our layers with the delta rule that Hugging Face's Qwen3-Next runs without kernels."""
-    try:
-        from transformers.models.qwen3_next import modeling_qwen3_next as theirs
-    except ImportError:
-        raise FastWeightError("bench lm compares with transformers, which is not installed; pip install transformers"
-                              ) from None  # fmt: skip
-    rule = inspect.unwrap(theirs.torch_chunk_gated_delta_rule)
+@dataclass
+class Training:
+    """A model's training step, timed: ours, and the same step by other means."""
 
-    def fast_weight(q: Tensor, k: Tensor, v: Tensor, *, beta: Any, log_decay: Any, state: Any, **_: Any) -> Any:
-        g = torch.zeros_like(beta) if log_decay is None else log_decay
-        return rule(q * q.shape[-1] ** 0.5, k, v, g=g, beta=beta, chunk_size=64, initial_state=state,
-                    output_final_state=True, use_qk_l2norm_in_kernel=False)  # fmt: skip
-
-    ours = nn.OPS
-    nn.OPS = ours._replace(fast_weight=fast_weight)
-    try:
-        yield
-    finally:
-        nn.OPS = ours
+    model: str
+    parameters: int
+    timings: dict[str, Timing]
 
 
-def training(settings: dict[str, Any], repeats: int) -> tuple[dict[str, Timing], int]:
-    """Milliseconds of a step with our delta rule and with theirs, and the number of parameters."""
-    config = Config.of("laptop", **settings)
-    torch.manual_seed(0)
-    model = LanguageModel(config, VOCAB)
+def training(settings: dict[str, Any], repeats: int) -> list[Training]:
+    """Steps of each of MODELS, all in turns."""
+    steps: dict[str, dict[str, Call]] = {}
+    counts = {}
+    for name in MODELS:
+        config = Config.of("laptop", **settings, model=name)
+        torch.manual_seed(0)
+        model = LanguageModel(config, VOCAB)
+        steps[name] = _steps(model)
+        counts[name] = sum(p.numel() for p in model.parameters())
+    found = interleave({f"{m}: {n}": call for m in steps for n, call in steps[m].items()}, repeats=repeats)
+    return [Training(m, counts[m], {n: found[f"{m}: {n}"] for n in steps[m]}) for m in steps]
+
+
+def _steps(model: LanguageModel) -> dict[str, Call]:
+    """The step of a model in every way there is, once all are known to give the same loss."""
+    config = model.config
     rows = torch.randint(VOCAB, (config.batch, config.length + 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both keep working on the same weights
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    losses = {OURS: lambda: model.score(tokens, labels).loss.mean()}
 
-    def loss() -> Tensor:
-        return model.score(rows[:, :-1], rows[:, 1:]).loss.mean()
+    def with_their_rule() -> Tensor:
+        with their_rule():
+            return losses[OURS]()
+
+    losses[RULE] = with_their_rule
+    modules: dict[str, Any] = {OURS: model, RULE: model}
+    if config.model == "gated-delta":
+        modules[WHOLE] = theirs = their_model(model)
+        flat = lambda x: x.flatten(0, 1)  # noqa: E731
+        losses[WHOLE] = lambda: torch.nn.functional.cross_entropy(flat(theirs(tokens).logits), flat(labels))
+    values = {name: loss().item() for name, loss in losses.items()}
+    for name, value in values.items():
+        if not abs(value - values[OURS]) <= TOLERANCE:
+            raise Disagreement(f"a step's loss is {values[OURS]} with our delta rule and {value} with {name}; allowed "
+                               f"{TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
+    return {name: _step(modules[name], loss, config) for name, loss in losses.items()}
+
+
+def _step(model: Any, loss: Callable[[], Tensor], config: Config) -> Call:
+    optimizer = make_optimizer(model, replace(config, lr=0.0))  # all keep working on the same weights
 
     def step() -> None:
         value = loss()
@@ -90,18 +107,7 @@ def training(settings: dict[str, Any], repeats: int) -> tuple[dict[str, Timing],
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
 
-    def with_theirs() -> None:
-        with their_rule():
-            step()
-
-    ours = loss().item()
-    with their_rule():
-        other = loss().item()
-    if not abs(ours - other) <= TOLERANCE:
-        raise Disagreement(f"a step's loss is {ours} with our delta rule and {other} with Hugging Face's; allowed "
-                           f"{TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
-    timings = interleave({"ours": step, "Hugging Face": with_theirs}, repeats=repeats)
-    return timings, sum(p.numel() for p in model.parameters())
+    return step
 
 
 def throughput(preset: str, vocab: int, device: str, repeats: int, **changes: Any) -> tuple[Timing, int]:
@@ -154,13 +160,15 @@ def _reader(config: Config, T: int) -> tuple[Call, Any]:
     return call, model.init_state(1).blocks
 
 
-def show(timings: dict[str, Timing], parameters: int, readings: list[Reading], console: Console) -> None:
-    table = new_table(f"training step of the delta model, {parameters:,} parameters, milliseconds")
+def show(trainings: list[Training], readings: list[Reading], console: Console) -> None:
+    table = new_table("training step, milliseconds: forward, backward, clipping and AdamW, all from the same weights")
     table.add_column("")
-    table.add_column("step", justify="right")
-    table.add_column("x Hugging Face", justify="right")
-    for name, timing in timings.items():
-        table.add_row(name, milliseconds(timing), f"{timings['Hugging Face'].median / timing.median:.2f}")
+    for heading in ("parameters", "step", "x ours"):
+        table.add_column(heading, justify="right")
+    for t in trainings:
+        for name, timing in t.timings.items():
+            times = f"{timing.median / t.timings[OURS].median:.2f}"
+            table.add_row(f"{t.model}, {name}", f"{t.parameters:,}", milliseconds(timing), times)
     console.print(table)
     table = new_table("reading a document with carried memory, milliseconds (KiB carried)")
     table.add_column("tokens", justify="right")
@@ -190,9 +198,10 @@ def throughput_payload(found: dict[tuple[str, int], tuple[Timing, int]]) -> list
                  milliseconds=timing_dict(timing)) for (preset, vocab), (timing, tokens) in found.items()]  # fmt: skip
 
 
-def payload(timings: dict[str, Timing], parameters: int, readings: list[Reading]) -> dict[str, Any]:
+def payload(trainings: list[Training], readings: list[Reading]) -> dict[str, Any]:
     return dict(
-        training={name: timing_dict(t) for name, t in timings.items()}, parameters=parameters,
+        training=[dict(model=t.model, parameters=t.parameters,
+                       milliseconds={n: timing_dict(x) for n, x in t.timings.items()}) for t in trainings],
         reading=[dict(model=r.model, ratio=r.ratio, carried=r.carried,
                       milliseconds={T: timing_dict(t) for T, t in r.timings.items()}) for r in readings],
     )  # fmt: skip

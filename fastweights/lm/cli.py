@@ -83,6 +83,9 @@ def evaluate(
 ) -> None:
     """Score documents that the model was not trained on, with and without memory, next to gzip and xz.
 
+    In the table "carried" is what the model takes along from token to token, and "peak" the most memory that scoring
+    held at once, beyond the model and the documents.
+
     For example: `fastweights eval runs/first README.md --mode static --mode memory`
     """
     commands = _commands("eval")

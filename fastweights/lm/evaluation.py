@@ -6,13 +6,16 @@ fast       the same, and the Fast Weight Layer learns from every token
 dynamic    the same as memory, and all weights are trained on each segment after it is scored
 """
 
+import ctypes
 import gzip
 import lzma
 import math
+import re
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from fastweights.lm.model import LanguageModel
 
 SEGMENT = 1024
 EDGES = (0, 1024, 4096, 16_384, 65_536)  # of the positions that are told apart, in bytes
+PROCESS = Path("/proc/self")  # Linux: what the system knows of this process
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Score:
-    """Losses of one mode in nats, (T,) per text, the seconds that they took and the bytes of what is carried."""
+    """Losses of one mode in nats, (T,) per text, the seconds that they took and the bytes of what is carried.
+
+    peak_bytes: the most that was held at once beyond what was there before, or None where nobody can say.
+    """
 
     mode: str
     losses: list[np.ndarray]
     seconds: float
     state_bytes: int
+    peak_bytes: int | None = None
 
 
 def modes(model: LanguageModel) -> list[str]:
@@ -69,6 +77,9 @@ def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory 
     """Score texts in one mode. memory: what every text is read after; static windows ignore it."""
     check_mode(model, mode)
     model.eval()
+    if texts:
+        _static(model, _row(model, texts[0], None)[:, : model.config.length + 1])  # loads code; counts for nothing
+    peak = watch_memory(model.embedding.weight.device)
     started, losses, held = time.perf_counter(), [], 0
     if memory is not None:
         memory = model._take(memory)  # while the weights are those it belongs to
@@ -87,7 +98,32 @@ def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory 
             advance(len(text.data))
     if mode == "dynamic":  # the state and a copy of all weights
         held = size(model.init_state(1).blocks) + size(list(model.parameters()))
-    return Score(mode, losses, time.perf_counter() - started, held)
+    return Score(mode, losses, time.perf_counter() - started, held, peak())
+
+
+def watch_memory(device: torch.device) -> Callable[[], int | None]:
+    """Start to watch; what is returned tells the most bytes held at once since then, beyond those held now.
+
+    On a GPU those of tensors; on Linux those of the whole process; elsewhere None.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        now = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - now
+    try:
+        with suppress(AttributeError):  # glibc: what others freed goes back first, or using it again would not show
+            ctypes.CDLL(None).malloc_trim(0)
+        (PROCESS / "clear_refs").write_text("5")  # the highest mark falls to where we are
+        held = _resident("VmRSS")
+    except OSError:
+        return lambda: None
+    return lambda: max(0, _resident("VmHWM") - held)
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", (PROCESS / "status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 def _before(model, memory):
@@ -147,7 +183,7 @@ def summary(model: LanguageModel | None, texts: list[Text], scores: list[Score])
         rows.append(dict(
             mode=s.mode, bits_per_byte=float(nats.sum() / math.log(2) / total),
             perplexity=float(np.exp(min(700.0, nats.mean()))), tokens_per_second=tokens / s.seconds,
-            state_bytes=s.state_bytes, by_position=_by_position(nats, at, sizes),
+            state_bytes=s.state_bytes, peak_bytes=s.peak_bytes, by_position=_by_position(nats, at, sizes),
         ))  # fmt: skip
     plain = {name: 8 * n / total for name, n in compressors(texts).items()}
     return dict(texts=[dict(name=t.name, bytes=len(t.data)) for t in texts], bytes=total, tokens=tokens, modes=rows,

@@ -23,13 +23,13 @@ def show(found: dict[str, Any], console: Console) -> None:
     title = f"{len(texts)} document{'s' * (len(texts) != 1)}, {found['bytes']:,} bytes, {found['tokens']:,} tokens"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
-    for name in ("bits/byte", "perplexity", "tokens/s", "carried"):
+    for name in ("bits/byte", "perplexity", "tokens/s", "carried", "peak"):
         table.add_column(name, justify="right")
     best = min(m["bits_per_byte"] for m in found["modes"])
     for m in found["modes"]:
         table.add_row(
             LABELS[m["mode"]], f"{m['bits_per_byte']:.3f}", f"{m['perplexity']:.2f}", f"{m['tokens_per_second']:,.0f}",
-            _size(m["state_bytes"]), style="bold" if m["bits_per_byte"] == best else None,
+            _size(m["state_bytes"]), _size(m["peak_bytes"]), style="bold" if m["bits_per_byte"] == best else None,
         )  # fmt: skip
     for name, bits in found["compressors"].items():
         table.add_row(name, f"{bits:.3f}")
@@ -85,5 +85,7 @@ def _number(x: float | None) -> str:
     return "" if x is None else f"{x:.3f}"
 
 
-def _size(n: int) -> str:
-    return "-" if not n else f"{n / 1024:,.0f} KiB"
+def _size(n: int | None) -> str:
+    if not n:
+        return "-"
+    return f"{n / 1024:,.0f} KiB" if n < 10 * 2**20 else f"{n / 2**20:,.0f} MiB"

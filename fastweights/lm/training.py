@@ -86,7 +86,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     matrices = [p for p in parameters if p.dim() >= 2]
     others = [p for p in parameters if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def share_of_rate(config: Config, step: int, done: float) -> float:

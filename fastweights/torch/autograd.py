@@ -9,7 +9,7 @@ from torch import Tensor
 from fastweights import core
 from fastweights.torch import chunked
 
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, list[Tensor]]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -30,40 +30,40 @@ def _own_precision(q):
 @torch.library.custom_op("fastweights::chunked", mutates_args=())
 def chunked_op(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
-    cu_seqlens: Tensor | None, delta: bool, before: bool, chunk_size: int, save: bool,
-) -> Saved:  # fmt: skip
+    cu_seqlens: Tensor | None, delta: bool, before: bool, chunk_size: int, save: bool, piece: int | None,
+) -> Outputs:  # fmt: skip
     with _own_precision(q):
         return chunked.forward(q, k, v, beta, log_decay, state, cu_seqlens,
-                               delta=delta, before=before, chunk_size=chunk_size, save=save)  # fmt: skip
+                               delta=delta, before=before, chunk_size=chunk_size, save=save, piece=piece)  # fmt: skip
 
 
 @chunked_op.register_fake
-def _(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, chunk_size, save):
-    shapes = chunked.saved_shapes(q, v, cu_seqlens, chunk_size, delta) if save else ((0,),) * 3
+def _(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, chunk_size, save, piece):
+    shapes = chunked.saved_shapes(q, v, cu_seqlens, chunk_size, delta, piece) if save else []
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         state.new_empty(state.shape),
-        *(state.new_empty(shape) for shape in shapes),
+        [state.new_empty(shape) for shape in shapes],
     )
 
 
 @torch.library.custom_op("fastweights::chunked_backward", mutates_args=())
 def backward_op(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
-    state: Tensor, cu_seqlens: Tensor | None, X: Tensor, u: Tensor, S: Tensor,
+    state: Tensor, cu_seqlens: Tensor | None, saved: list[Tensor],
     delta: bool, before: bool, chunk_size: int,
 ) -> Gradients:  # fmt: skip
     how = dict(delta=delta, before=before, chunk_size=chunk_size)
     with _own_precision(q):
-        if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
-            X, u, S = chunked.forward(q, k, v, beta, log_decay, state, cu_seqlens, save=True, **how)[2:]
-        grads = chunked.backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, u, S, **how)
+        if q.numel() and not saved:  # a transform hid that a gradient would be asked for
+            saved = chunked.forward(q, k, v, beta, log_decay, state, cu_seqlens, save=True, piece=None, **how)[2]
+        grads = chunked.backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, saved, **how)
     dq, dk, dv, dbeta, dlog_decay, dstate = (q.new_empty(0) if x is None else x for x in grads)
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
 
 @backward_op.register_fake
-def _(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, chunk_size):
+def _(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, saved, delta, before, chunk_size):
     like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_decay))
     return *like, *rates, state.new_empty(state.shape)
@@ -74,7 +74,10 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, chunk_size, save):
-        return chunked_op(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, chunk_size, save)
+        piece = chunked.piece_steps(q, v, cu_seqlens, chunk_size)
+        inputs = (q, k, v, beta, log_decay, state, cu_seqlens)
+        o, state, saved = chunked_op(*inputs, delta, before, chunk_size, save, piece)
+        return o, state, *saved
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -85,10 +88,11 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal, *unused):
-        q, k, v, beta, log_decay, state, *rest = ctx.saved_tensors
+        q, k, v, beta, log_decay, state, cu_seqlens, *saved = ctx.saved_tensors
         do = torch.zeros_like(v) if do is None else do
         dfinal = torch.zeros_like(state) if dfinal is None else dfinal
-        grads = ChunkedBackward.apply(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
+        inputs = (do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens)
+        grads = ChunkedBackward.apply(*inputs, saved, *ctx.how)
         grads = [None if x is None else g for x, g in zip((q, k, v, beta, log_decay, state), grads, strict=True)]
         return *grads, None, None, None, None, None
 
@@ -101,13 +105,14 @@ class ChunkedBackward(torch.autograd.Function):
     """`backward_op` with its own gradient, for second derivatives: that of `plain`, the same function."""
 
     @staticmethod
-    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, chunk_size):
-        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, u, S, delta, before, chunk_size)
+    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, saved, delta, before, chunk_size):
+        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, saved, delta, before, chunk_size)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, _X, _u, _S, ctx.delta, ctx.before, ctx.chunk_size = inputs
-        ctx.save_for_backward(*tensors)
+        *_, ctx.delta, ctx.before, ctx.chunk_size = inputs
+        ctx.undifferentiated = len(inputs) - 8
+        ctx.save_for_backward(*inputs[:9])
 
     @staticmethod
     def backward(ctx, *second):
@@ -123,7 +128,7 @@ class ChunkedBackward(torch.autograd.Function):
             found = torch.autograd.grad(first, [*ups, *asked], [second[i] for i in wanted], create_graph=True,
                                         materialize_grads=True)  # fmt: skip
         of = dict(zip(wanted, found[2:], strict=True))
-        return *found[:2], *(of.get(i) for i in range(len(inputs))), *[None] * 7
+        return *found[:2], *(of.get(i) for i in range(len(inputs))), *[None] * ctx.undifferentiated
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -146,7 +151,7 @@ def _fold(op, packed_at, n, in_dims, args):
             "cu_seqlens is mapped by vmap; expected one packing for all: its values decide shapes"
         )
     arrays, packed, rest = list(args[:packed_at]), args[packed_at], list(args[packed_at + 1 :])
-    rest = [x.new_empty(0) if isinstance(x, Tensor) else x for x in rest]
+    rest = [x.new_empty(0) if isinstance(x, Tensor) else [] if isinstance(x, list) else x for x in rest]
     if op == Chunked.apply:
         rest[-1] = False
     for i, (x, d) in enumerate(zip(arrays, in_dims, strict=False)):

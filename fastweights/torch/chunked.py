@@ -12,7 +12,7 @@ docs/maths.md derives every line.
 
 import torch
 
-from fastweights.torch.layout import Layout, bound, inverse, working_dtype
+from fastweights.torch.layout import Layout, bound, inverse, steps_in_cache, working_dtype
 
 
 class Segment:
@@ -57,15 +57,37 @@ class Segment:
         return self.past(P if self.G is None else P.mul_(self.G[:, :readers]))
 
 
-def saved_shapes(q, v, cu_seqlens, chunk_size, delta):
-    """Shapes of X, e and S for all rows of these inputs, heads unrolled."""
+def piece_steps(q, v, cu_seqlens, chunk_size):
+    """Steps per saved tensor, or None for all in one.
+
+    On a CPU a segment: malloc reuses what is small, but gives large tensors back to the system after every call.
+    Compiled code and packed sequences, whose segments depend on values, need a number of tensors that does not vary.
+    """
+    if torch.compiler.is_compiling() or cu_seqlens is not None or not q.is_cpu:
+        return None
+    B, _, H, K = q.shape
+    return steps_in_cache(B, H, chunk_size, max(K, v.shape[-1], chunk_size))
+
+
+def saved_shapes(q, v, cu_seqlens, chunk_size, delta, piece):
+    """Shapes of X, e and S, heads unrolled, for the rows of each piece in turn."""
     B, T, H, K = q.shape
-    rows, C, V = H * bound(B, T, chunk_size, cu_seqlens), chunk_size, v.shape[-1]
-    return (rows, C, C) if delta else (0,), (rows, C, V) if delta else (0,), (rows, K, V)
+    total, C, V = H * bound(B, T, chunk_size, cu_seqlens), chunk_size, v.shape[-1]
+    each = None if piece is None else max(1, B * H * piece)
+    counts = [total] if each is None else [min(each, total - at) for at in range(0, total, each)]
+    return [shape for n in counts for shape in ((n, C, C) if delta else (0,), (n, C, V) if delta else (0,), (n, K, V))]
 
 
-def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, save):
-    """(o, final state, X, e, S): the inverses, the errors written, the memory before each chunk, if saved.
+def saved_rows(saved, rows):
+    """X, e (None for the sum rule) and S of rows that lie in one piece."""
+    each = len(saved[2])
+    i, start = divmod(rows.start, each)
+    rows = slice(start, rows.stop - i * each)
+    return [x[rows] if x.dim() > 1 else None for x in saved[3 * i : 3 * i + 3]]
+
+
+def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, save, piece):
+    """(o, final state, saved): the inverses X, the errors e written and the memory S before each chunk, by pieces.
 
     For the sum rule e is v, and neither it nor X is saved.
     """
@@ -73,12 +95,11 @@ def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk
     layout = Layout(*q.shape[:3], C, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     memory = layout.sort(state).flatten(0, 1)
-    saved = memory.new_empty(0), memory.new_empty(0), memory.new_empty(0)
-    if save:
-        saved = tuple(memory.new_empty(shape) for shape in saved_shapes(q, v, cu_seqlens, C, delta))
+    shapes = saved_shapes(q, v, cu_seqlens, C, delta, piece) if save else []
+    saved = [memory.new_empty(shape) for shape in shapes]
     for a, b in layout.segments(q, max(K, V, C)):
         segment = Segment(layout, a, b, q, k, beta, log_decay, delta=delta, before=before)
-        X, e, S = (x[layout.span(a, b)] if len(x) else None for x in saved)
+        X, e, S = saved_rows(saved, layout.span(a, b)) if save else (None, None, None)
         S = memory.new_empty(len(segment.k), K, V) if S is None else S
         P, y = segment.products(len(segment.raw[0])), layout.take(v, a, b)
         if delta:
@@ -88,7 +109,7 @@ def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk
             e = y
         walk(layout.counts(a, b), memory, S, y, X, e, segment)
         layout.put(o, torch.bmm(P[:, :C], e).baddbmm_(segment.readers[:, :C], S), a, b)
-    return o, layout.unsort(memory.unflatten(0, (-1, H))), *saved
+    return o, layout.unsort(memory.unflatten(0, (-1, H))), saved
 
 
 def walk(counts, memory, S, y, X, e, segment):
@@ -107,7 +128,7 @@ def walk(counts, memory, S, y, X, e, segment):
         now.baddbmm_(wT[i], e[i])
 
 
-def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, e, S, *, delta, before, chunk_size):
+def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, saved, *, delta, before, chunk_size):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state, from what `forward` saved."""
     C, H, K, V = chunk_size, q.shape[2], q.shape[3], v.shape[3]
     layout = Layout(*q.shape[:3], C, cu_seqlens)
@@ -118,17 +139,17 @@ def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, X, e, S, *, delta
     dS = layout.sort(dfinal).flatten(0, 1)  # gradient of the memory, walking back
     for a, b in reversed(layout.segments(q, max(K, V, C))):
         segment = Segment(layout, a, b, q, k, beta, log_decay, delta=delta, before=before)
-        X_, e_, S_ = (x[layout.span(a, b)] if len(x) else None for x in (X, e, S))
-        e_ = layout.take(v, a, b) if e_ is None else e_
+        X, e, S = saved_rows(saved, layout.span(a, b))
+        e = layout.take(v, a, b) if e is None else e
         dout = torch.empty(*segment.raw.shape[:2], V, dtype=dS.dtype, device=dS.device)  # of what each reader read
         layout.take(do, a, b, out=dout[:, :C])
         de = torch.bmm(segment.products(C).mT, dout[:, :C])
         dy = torch.empty_like(de) if delta else de
         gw, kept = torch.empty_like(segment.w), []  # of each writing key
-        walk_back(layout.counts(a, b), dS, dout, de, X_, dy, e_, S_, gw, kept, segment)
+        walk_back(layout.counts(a, b), dS, dout, de, X, dy, e, S, gw, kept, segment)
         layout.put(dv, dy, a, b)
-        P = segment.past(torch.bmm(dout, e_.mT))
-        g = torch.bmm(dout, S_.mT)  # of each reader
+        P = segment.past(torch.bmm(dout, e.mT))
+        g = torch.bmm(dout, S.mT)  # of each reader
         ends = None
         if segment.G is not None:
             P.mul_(segment.G)

@@ -69,7 +69,15 @@ class Depthwise(torch.autograd.Function):
             dx = spread(dy * weight[0], (0, 0, 0, W - 1))
             for j in range(1, W):
                 dx[:, j : j + T].addcmul_(dy, weight[j])
-        return dx, torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(W)])
+        return dx, torch.stack([_dot(dy, x[:, j : j + T]) for j in range(W)])
+
+
+def _dot(x, y):
+    """(channels,): the sum of x y over rows and tokens."""
+    if not x.is_cpu:
+        return (x * y).sum((0, 1))
+    with torch.autocast("cpu", enabled=False):
+        return torch.linalg.vecdot(x, y, dim=1).sum(0)  # does not hold the products
 
 
 def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

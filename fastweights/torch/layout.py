@@ -48,7 +48,10 @@ class Layout:
         self.tokens = torch.where(real, start[order[row], None] + within, -1).to(device)  # (rows, C), -1 for padding
 
     def segments(self, x: Tensor, width: int) -> list[tuple[int, int]]:
-        """Ranges of steps whose packed tensors, `width` numbers per token, fit the cache; beside x, on a GPU, all."""
+        """Ranges of steps whose packed tensors, `width` numbers per token, fit the cache; beside x, on a GPU, all.
+
+        Without packing they are all of `steps_in_cache`, but for the last.
+        """
         if self.sizes and not x.is_cpu:
             return [(0, len(self.sizes))]
         ranges: list[tuple[int, int]] = []
@@ -111,6 +114,11 @@ class Layout:
     def unsort(self, state: Tensor) -> Tensor:
         """The inverse of `sort`."""
         return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
+
+
+def steps_in_cache(B: int, H: int, C: int, width: int) -> int:
+    """Steps whose packed tensors fit the cache, when each has a chunk of B sequences; at least one."""
+    return max(1, SEGMENT // max(1, B * H * C * width))
 
 
 def bound(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
