@@ -18,7 +18,7 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, attached
 from fastweights.hf.loading import row_of
-from fastweights.lm.evaluation import Score, Text
+from fastweights.lm.evaluation import Score, Text, watch_memory
 from fastweights.lm.memory import size
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
 
@@ -61,6 +61,7 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
         why = "; attach a head for 'fast'" if mode == "fast" else ""
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
     model.eval()
+    peak = watch_memory(model.device)
     started, held = time.perf_counter(), 0
     losses = []
     for text in texts:
@@ -69,7 +70,7 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
             loss, held = dict(static=_static, fast=_fast, dynamic=_dynamic)[mode](model, row, how)
         losses.append(loss.double().cpu().numpy())
         advance(len(text.data))
-    return Score(mode, losses, time.perf_counter() - started, held)
+    return Score(mode, losses, time.perf_counter() - started, held, peak())
 
 
 @contextmanager

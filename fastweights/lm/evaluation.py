@@ -111,7 +111,7 @@ def watch_memory(device: torch.device) -> Callable[[], int | None]:
         now = torch.cuda.memory_allocated(device)
         return lambda: torch.cuda.max_memory_allocated(device) - now
     try:
-        with suppress(AttributeError):  # glibc: what others freed goes back first, or using it again would not show
+        with suppress(AttributeError, TypeError):  # glibc: what others freed goes back, or its use would not show
             ctypes.CDLL(None).malloc_trim(0)
         (PROCESS / "clear_refs").write_text("5")  # the highest mark falls to where we are
         held = _resident("VmRSS")
