@@ -27,6 +27,7 @@ class Ranks:
     world: int = 1
     device: str = "cpu"
     parallel: str = "none"
+    joined: bool = False  # here, rather than by whoever called
 
     @classmethod
     def start(cls, parallel: str, device: str) -> "Ranks":
@@ -42,9 +43,16 @@ class Ranks:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
-        if not dist.is_initialized():
+        joins = not dist.is_initialized()
+        if joins:
             dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(minutes=30))
-        return cls(dist.get_rank(), world, device, parallel)
+        return cls(dist.get_rank(), world, device, parallel, joins)
+
+    def end(self) -> None:
+        """Part from the others, once all have come so far: a process that just ended might die of its threads."""
+        self.wait()
+        if self.joined:
+            dist.destroy_process_group()
 
     @property
     def first(self) -> bool:

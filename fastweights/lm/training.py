@@ -64,7 +64,7 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
         corpus.tokenizer.save(run)
     ranks.wait()
     Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
-    ranks.wait()
+    ranks.end()
     return run
 
 
