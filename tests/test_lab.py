@@ -161,10 +161,14 @@ def test_failures_in_processes_cost_their_arms_alone(monkeypatch, tmp_path):
     assert plan.missing(plan.chosen) == [bad]
 
 
-def test_longest_arms_first(toy, tmp_path):
+def test_longest_arms_first(toy, tmp_path, monkeypatch):
     toy.cost = lambda arm: arm["number"]
     plan = experiment.plan("capacity", out=tmp_path)
     assert [plan.cost(arm) for arm in plan.arms] == [0.0, 1.0, 2.0]
+    order = []
+    monkeypatch.setattr(pool._Pool, "run", lambda self, jobs: order.extend(arm["number"] for _, arm in self.tasks))
+    pool.run_all([plan], jobs=2)
+    assert order == [2, 1, 0]
     del toy.cost
     assert plan.cost(plan.arms[2]) == 1.0
 
