@@ -97,9 +97,13 @@ def mix(config, ops, q, k, v, beta, log_decay, memory, z, projection, how):
     """Features, normalisation and the memory: (o, memory, z) for q, k (B, T, groups, K) and v (B, T, H, V)."""
     xp = ops.xp
     norm, attention = NORMS[config.norm]
-    of_q = "max" if attention and projection is not None else norm  # a factor of q cancels in o / (z . q)
-    q = ops.feature_map(q, config.features, norm=of_q, projection=projection)
-    k = ops.feature_map(k, config.features, norm=norm, projection=projection)
+    once = not attention or config.rule == "sum"  # one memory alone sees the features
+    if once and projection is None and config.norm != "nlms" and config.groups == config.heads:
+        how = how | dict(features=config.features, norm=norm)
+    else:
+        of_q = "max" if attention and projection is not None else norm  # a factor of q cancels in o / (z . q)
+        q = ops.feature_map(q, config.features, norm=of_q, projection=projection)
+        k = ops.feature_map(k, config.features, norm=norm, projection=projection)
     if config.groups != config.heads:
         q, k = (ops.repeat(x, config.heads // config.groups, 2) for x in (q, k))
     if config.norm == "nlms":

@@ -91,10 +91,11 @@ def chunk(S, q, k, v, beta, log_decay, *, delta, before=False, xp):
     return advance(S, *prepare(q, k, v, beta, log_decay, delta=delta, before=before, xp=xp))
 
 
-def check(arrays, *, rule, read, method, methods, chunk_size=None):
+def check(arrays, *, rule, read, method, methods, chunk_size=None, width=None):
     """Raise FastWeightError unless the arguments of `fast_weight` fit together.
 
     arrays: the array arguments by name (q, k, v, beta, log_decay, state, cu_seqlens, mask), None when absent.
+    width: what a feature map makes of the width of q, the memory's K; the same when absent.
     """
     for name, got, allowed in (("rule", rule, RULES), ("read", read, READS), ("method", method, ("auto", *methods))):
         if got not in allowed:
@@ -119,7 +120,7 @@ def check(arrays, *, rule, read, method, methods, chunk_size=None):
         "beta": ((B, T, H), "one write rate per token and head"),
         "log_decay": ((B, T, H), "one log decay per token and head"),
         "mask": ((B, T), "True for a real token, False for padding"),
-        "state": ((states, H, K, V), "a (K, V) memory per head of each sequence"),
+        "state": ((states, H, width(K) if width else K, V), "a (K, V) memory per head of each sequence"),
     }
     for name, (shape, why) in expected.items():
         if name in shapes and not _fits(shapes[name], shape):

@@ -77,6 +77,17 @@ def parse(name):
     )
 
 
+def parse_fixed(name):
+    """`parse`, for a map that `fast_weight` applies by itself: one without directions of its own."""
+    phi = parse(name)
+    if phi.random:
+        raise FastWeightError(
+            f"features is {phi.name!r}; expected a map without random directions: give fast_weight what "
+            "feature_map(x, ..., projection=...) returns"
+        )
+    return phi
+
+
 def _identity(x, xp, nn, size):
     return x
 

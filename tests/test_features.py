@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from oracle import assert_close
+from oracle import assert_close, oracle, problem
 
 from fastweights import FastWeightError
 from fastweights.features import favor_projection, parse
@@ -59,6 +59,41 @@ def test_features_are_positive_and_safe_at_zero(backend, name, norm):
     got = backend.feature_map(x, name, norm=norm, projection=projection_of(name, 5, np.float32))
     assert np.isfinite(got).all()
     assert (got >= 0).all()
+
+
+@pytest.mark.parametrize(("name", "norm"), [("dpfp-3", "sum"), ("silu", "l2"), ("elu+1", "none"), ("identity", "max")])
+@pytest.mark.parametrize("method", ["recurrent", "chunked"])
+def test_the_memory_maps_queries_and_keys(backend, rng, name, norm, method):
+    K = parse(name).width(5)
+    args = problem(rng, T=20, K=5, V=3) | dict(state=rng.standard_normal((2, 3, K, 3)))
+    args["beta"] = args["beta"] / 50  # without a norm keys are long
+    mapped = {n: NORMS[norm](MAPS[name](args[n])) for n in "qk"}
+    for got, want in zip(
+        backend.run(args, features=name, norm=norm, method=method), oracle(**(args | mapped)), strict=True
+    ):
+        assert_close(got, want)
+
+
+def test_padding_is_nothing_after_the_map(backend, rng):
+    """ELU+1 of zero is one: a token of padding must not write it."""
+    args = {n: x for n, x in problem(rng, T=7, K=5, V=3).items() if n in ("q", "k", "v")}
+    cut = {n: x[:, :4] for n, x in args.items()}
+    o, S = backend.run(args, features="elu+1", norm="sum", mask=np.arange(7)[None].repeat(2, 0) < 4)
+    want_o, want_S = backend.run(cut, features="elu+1", norm="sum")
+    assert_close(o[:, :4], want_o)
+    assert_close(S, want_S)
+
+
+def test_errors_of_a_map_in_the_memory(backend, rng):
+    args = {n: x for n, x in problem(rng, T=3, K=5, V=3).items() if n in ("q", "k", "v", "state")}
+    for how, message in (
+        (dict(features="favor-4"), "features is 'favor-4'; expected a map without random directions"),
+        (dict(features="dpfp"), "features is 'dpfp'; expected"),
+        (dict(features="dpfp-3"), r"state has shape \(2, 3, 5, 3\); expected \(2, 3, 30, 3\)"),
+        (dict(norm="l3"), "norm is 'l3'; expected one of"),
+    ):
+        with pytest.raises(FastWeightError, match=message):
+            backend.run(args, **how)
 
 
 def test_elu_plus_one_keeps_its_tail_in_bfloat16():

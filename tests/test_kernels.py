@@ -214,11 +214,11 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch):
     monkeypatch.undo()  # fresh memory must be what torch gives
     inputs = [x.detach() for x in tensors(problem(rng, B=1, T=20, H=1, K=16, V=16), torch.float32).values()]
     q, k, v, beta, state, log_decay = inputs
-    forward = (q, k, v, beta, log_decay, state, None, True, False, True)
+    forward = (q, k, v, beta, log_decay, state, None, True, False, "elu+1", "sum", True)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.kernel_op, forward, test_utils=tests)
     o, S, *saved = kernels.kernel_op(*forward)
-    torch.library.opcheck(kernels.backward_op, (o, S, *forward[:7], *saved, True, False), test_utils=tests)
+    torch.library.opcheck(kernels.backward_op, (o, S, *forward[:7], *saved, *forward[7:-1]), test_utils=tests)
 
 
 def test_what_the_kernels_refuse():

@@ -75,7 +75,7 @@ def test_what_out_state_refuses(rng):
 @runs
 def test_operators_pass_torchs_own_check(rng):
     x = tensors(problem(rng, B=1, T=1, H=2, K=16, V=16))
-    given = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], x["state"], True, False)
+    given = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], x["state"], True, False, "identity", "l2")
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.step.step_op, given, test_utils=tests)
     torch.library.opcheck(kernels.step.step_op_, given, test_utils=tests)

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lab import fast_weight_layers, language_model, models, recall, seq2seq, steps, stories, text
+from fastweights.lab import (
+    document_scores,
+    fast_weight_layers,
+    language_model,
+    models,
+    recall,
+    seq2seq,
+    steps,
+    stories,
+    text,
+)
 from fastweights.lm.mixers import SoftmaxMixer
 
 
@@ -230,9 +240,9 @@ def test_bleu():
 
 
 def test_repetitions_and_bins():
-    assert fast_weight_layers.repetitions(np.array([5, 6, 5, 5, 6])).tolist() == [0, 0, 1, 2, 1]
+    assert document_scores.repetitions(np.array([5, 6, 5, 5, 6])).tolist() == [0, 0, 1, 2, 1]
     docs, counts = [np.array([0, 1, 1]), np.array([1, 0])], np.array([3, 50])
-    rows = fast_weight_layers.summary(docs, [np.array([1.0, 2.0]), np.array([3.0])], counts)
+    rows = document_scores.summary(docs, [np.array([1.0, 2.0]), np.array([3.0])], counts)
     found = {(r["by"], r["bin"]): (r["labels"], r["nats"]) for r in rows}
     assert found["all", 0] == (3, 2.0)
     assert (found["frequency", 0], found["frequency", 10]) == ((1, 3.0), (2, 1.5))
@@ -241,4 +251,43 @@ def test_repetitions_and_bins():
 
 def test_documents_are_cut_at_their_starts():
     found = text.Text("x", 9, np.arange(9), np.arange(9), np.arange(9), {"test": np.array([0, 4, 6])}, 1.0, False)
-    assert [d.tolist() for d in fast_weight_layers.documents(found, "test", 5)] == [[0, 1, 2, 3], [4, 5]]
+    assert [d.tolist() for d in document_scores.documents(found, "test", 5)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_restart_forgets_what_the_layer_learned_and_nothing_else():
+    """With a body that remembers nothing it is like reading the windows one by one; the first is as it was."""
+    model = models.build(["softmax"], 16, dim=16, heads=2, head="fwl", fast_hidden=8, window=1).eval()
+    with torch.no_grad():
+        model.fast.steps.fill_(40.0)
+        for block in model.blocks:
+            block.mixer.out_proj.weight.zero_()
+    document = np.random.default_rng(0).integers(16, size=25)
+    read = lambda d, mode, window=12: document_scores.score(model, [d], mode, "cpu", None, window=window)[0]  # noqa: E731
+    carried, restarted, slow = (read(document, mode) for mode in ("fast", "restart", "slow"))
+    pieces = np.concatenate([read(document[:13], "fast"), read(document[12:], "fast")])
+    np.testing.assert_allclose(restarted, pieces, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(restarted[:12], carried[:12], rtol=1e-5, atol=1e-6)
+    assert abs(restarted[12:] - carried[12:]).max() > 1e-3
+    assert abs(slow - carried)[1:].max() > 1e-3
+    np.testing.assert_allclose(read(document, "restart", 24), read(document, "fast", 24), rtol=1e-5, atol=1e-6)
+
+
+def test_gains_are_over_the_static_model_of_the_same_windows():
+    place = dict(body="softmax", by="all", bin=0, seed=0)
+    rows = [place | dict(length=n, mode="static", nats=nats) for n, nats in ((8, 5.0), (32, 4.0))]
+    rows += [place | dict(length=n, mode="fast", decay=decay, nats=nats) for n, decay, nats in
+             ((8, 0.999, 4.5), (32, 0.999, 3.9), (32, 1.0, 3.0))]  # fmt: skip
+    gain = lambda **which: fast_weight_layers.gains(rows, "fast", **which)["softmax", "all", 0]  # noqa: E731
+    assert gain(length=8)[0] == 0.5
+    assert gain(length=32, decay=1.0)[0] == 1.0
+    assert fast_weight_layers.variants(rows) == [dict(length=8, decay=0.999), dict(length=32, decay=1.0),
+                                                 dict(length=32, decay=0.999)]  # fmt: skip
+
+
+def test_recall_chooses_rates_on_validation_sequences():
+    """The test accuracy of a rate that looks worse on validation never counts, whatever it is."""
+    rows = [dict(model="delta", width=16, tested=4, seed=seed, lr=lr, valid=valid, accuracy=accuracy)
+            for seed in (0, 1) for lr, valid, accuracy in ((1e-3, 0.2, 0.9), (3e-3, 0.5 + seed / 10, 0.4))]  # fmt: skip
+    assert recall.best_rates(rows) == {(16, "delta"): 3e-3}
+    assert [r["accuracy"] for r in recall.suited(rows)] == [0.4, 0.4]
+    assert recall.table(rows) == [{"width": 16, "model": "delta", "rate": 3e-3, "4 pairs": 0.4}]

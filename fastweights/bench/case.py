@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastweights import features
-from fastweights.torch.ops import METHODS, _feature_map, choose, fast_weight, feature_map
+from fastweights.torch.ops import METHODS, _feature_map, choose, fast_weight
 
 Shape = tuple[int, int, int, int, int]
 INPUTS = ("q", "k", "v", "beta")
@@ -96,12 +96,11 @@ class Contestant:
 
 
 def our_method(method: str, case: Case) -> Contestant:
-    """`fast_weight` with one method, after `feature_map` where the case has features."""
+    """`fast_weight` with one method, features and all."""
+    how = dict(rule=case.rule, features=case.features, norm=case.norm, method=method)
 
     def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-        if case.mapped:
-            q, k = (feature_map(x, case.features, norm=case.norm) for x in (q, k))
-        return fast_weight(q, k, v, beta=beta, rule=case.rule, method=method)  # type: ignore[arg-type]
+        return fast_weight(q, k, v, beta=beta, **how)  # type: ignore[arg-type]
 
     return Contestant(method, call, peer=False)
 

@@ -102,6 +102,10 @@ def _write(path: Path, payload: dict[str, Any]) -> None:
 def memory(
     shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape to time; repeatable.")] = None,
     rule: Annotated[Rule | None, typer.Option(help="Both when absent.")] = None,
+    features: Annotated[
+        str, typer.Option(help="Map queries and keys of every shape first, such as dpfp-3; all in the clock.")
+    ] = "identity",
+    norm: Annotated[str, typer.Option(help="Of the features: none, sum or l2.")] = "none",
     method: Annotated[
         list[str] | None, typer.Option(help="Our method to time; repeatable. All but the loop over tokens when absent.")
     ] = None,
@@ -134,8 +138,9 @@ def memory(
     from fastweights.bench import memory as bench_memory
     from fastweights.bench.case import parse_shape
 
-    if length_scaling and (shape or softmax):
-        raise FastWeightError("--length-scaling has shapes and contestants of its own; drop --shape and --softmax")
+    if length_scaling and (shape or softmax or (features, norm) != ("identity", "none")):
+        raise FastWeightError("--length-scaling has shapes and contestants of its own; drop --shape, --softmax, "
+                              "--features and --norm")  # fmt: skip
     dtype = dtype or (Dtype.bfloat16 if device == Device.cuda else Dtype.float32)
     rules = [rule.value] if rule else [r.value for r in Rule]
     if length_scaling:
@@ -147,7 +152,7 @@ def memory(
         return
     shapes = [parse_shape(text) for text in shape or ()]
     shapes = shapes or list(bench_memory.SMOKE if smoke else bench_memory.SHAPES[device])
-    cases = bench_memory.cases(shapes, rules, device, dtype)
+    cases = bench_memory.cases(shapes, rules, device, dtype, features, norm)
     with _agreeing(bench_memory.STEPS * len(cases)) as advance:
         results = bench_memory.run(
             cases,

@@ -21,6 +21,7 @@ from fastweights.bench.case import (
 )
 from fastweights.bench.timing import Call, Timing, interleave
 from fastweights.core import FastWeightError
+from fastweights.features import parse_fixed
 from fastweights.torch.ops import METHODS
 
 SHAPES: dict[str, tuple[Shape, ...]] = {
@@ -56,10 +57,14 @@ class Result:
         return min(times) / self.passes[which][name].median if times else None
 
 
-def cases(shapes: Sequence[Shape], rules: Sequence[str], device: str, dtype: str) -> list[Case]:
-    """Every rule on every shape; on a GPU's own shapes the paper's features too."""
-    asked = [Case(rule, shape, device, dtype) for rule in rules for shape in shapes]
-    if tuple(shapes) == SHAPES[device] and "delta" in rules:
+def cases(
+    shapes: Sequence[Shape], rules: Sequence[str], device: str, dtype: str, features: str = "identity",
+    norm: str = "none",
+) -> list[Case]:  # fmt: skip
+    """Every rule on every shape; on a GPU's own shapes the paper's features too, if none are named."""
+    parse_fixed(features)
+    asked = [Case(rule, shape, device, dtype, features, norm) for rule in rules for shape in shapes]
+    if tuple(shapes) == SHAPES[device] and "delta" in rules and (features, norm) == ("identity", "none"):
         asked += [Case("delta", shape, device, dtype, "dpfp-3", "sum") for shape in PAPER.get(device, ())]
     return asked
 

@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from fastweights import core, features
+from fastweights import core
 from fastweights.core import FastWeightError
+from fastweights.features import parse, parse_fixed
 
 METHODS = ("recurrent", "chunked")
 CHUNK_SIZE = 64
@@ -31,6 +32,8 @@ def fast_weight(
     state: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    features: str = "identity",
+    norm: str = "none",
     method: str = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Array, Array]:
@@ -42,7 +45,7 @@ def fast_weight(
     and the device, and runs under `jit`, `grad` and `vmap`.
 
     Args:
-        q, k: (B, T, H, K) queries and keys, already mapped by a feature map and normalised.
+        q, k: (B, T, H, K) queries and keys; already mapped and normalised unless `features` and `norm` say how.
         v: (B, T, H, V) values.
         beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
         log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
@@ -55,6 +58,8 @@ def fast_weight(
             inputs hold.
         method: "recurrent" scans over tokens and saves a memory per token for the backward pass; "chunked" works on
             chunks at once and saves a memory per chunk; "auto" is recurrent for one token, else chunked.
+        features, norm: map q and k first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of the state
+            is then the width of the features.
         chunk_size: tokens in a chunk, 64 when absent; any length of sequence goes with any chunk size.
 
     Returns:
@@ -74,7 +79,10 @@ def fast_weight(
     """
     arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
     arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
-    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
+    phi = parse_fixed(features)
+    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size, width=phi.width)
+    if (features, norm) != ("identity", "none"):
+        arrays |= {name: feature_map(x, features, norm=norm) for name, x in (("q", q), ("k", k))}
     T = jnp.shape(q)[1]
     if cu_seqlens is not None and (offsets := _values(arrays["cu_seqlens"])) is not None:
         core.check_offsets(offsets.tolist(), T)
@@ -106,7 +114,7 @@ def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: Arra
     if projection is not None:
         projection = jnp.asarray(projection, wide)
     with jax.default_matmul_precision("highest"):
-        phi = features.parse(name)(x.astype(wide), jnp, jax.nn, norm=norm, projection=projection)
+        phi = parse(name)(x.astype(wide), jnp, jax.nn, norm=norm, projection=projection)
     return phi.astype(x.dtype)
 
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from fastweights import core, features
+from fastweights import core
 from fastweights.core import FastWeightError
+from fastweights.features import parse, parse_fixed
 
 METHODS = ("recurrent", "chunked")
 CHUNK_SIZE = 64
@@ -32,6 +33,8 @@ def fast_weight(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
+    features: str = "identity",
+    norm: str = "none",
     method: str = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +49,7 @@ def fast_weight(
     says so with `supports_jit = False`).
 
     Args:
-        q, k: (B, T, H, K) queries and keys, already mapped by a feature map and normalised.
+        q, k: (B, T, H, K) queries and keys; already mapped and normalised unless `features` and `norm` say how.
         v: (B, T, H, V) values.
         beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
         log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
@@ -59,6 +62,8 @@ def fast_weight(
             inputs hold.
         method: "recurrent" scans over tokens and holds a memory per token; "chunked" works on chunks at once and
             holds a memory per chunk; "auto" is recurrent for one token, else chunked.
+        features, norm: map q and k first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of the state
+            is then the width of the features.
         chunk_size: tokens in a chunk, 64 when absent; any length of sequence goes with any chunk size.
 
     Returns:
@@ -78,7 +83,10 @@ def fast_weight(
     """
     arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
     arrays = {name: None if x is None else ops.convert_to_tensor(x) for name, x in arrays.items()}
-    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
+    phi = parse_fixed(features)
+    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size, width=phi.width)
+    if (features, norm) != ("identity", "none"):
+        arrays |= {name: feature_map(arrays[name], features, norm=norm) for name in "qk"}
     T = arrays["q"].shape[1]
     T = T if isinstance(T, int) else None  # unknown while a graph is built
     offsets = None if cu_seqlens is None else _values(arrays["cu_seqlens"])
@@ -111,7 +119,7 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
     x = ops.convert_to_tensor(x)
     if projection is not None:
         projection = ops.convert_to_tensor(projection, _wide(x))
-    phi = features.parse(name)(ops.cast(x, _wide(x)), ops, ops, norm=norm, projection=projection)
+    phi = parse(name)(ops.cast(x, _wide(x)), ops, ops, norm=norm, projection=projection)
     return ops.cast(phi, x.dtype)
 
 

@@ -1,9 +1,10 @@
 """Normalisation: what keeps the delta rule's memory from blowing up, measured instead of asserted.
 
 Paper: Schlag, Irie, Schmidhuber 2021, section 4.2 and Table 3; its reviewers asked for this evidence.
-Claim: the delta rule diverges without normalisation; dividing by accumulated keys (attention norm) is unstable; keys
-    that sum to one are stable. In a language model attention norm is no help, and positions are not needed.
-Cost: by estimate half a minute of one H200 that 16 processes share; on one CPU core 1 to 4 minutes per arm.
+Claim: without normalisation the delta rule is of no use: a language model diverges; dividing by accumulated keys
+    (attention norm) is unstable; keys that sum to one are stable. In a language model attention norm is no help, and
+    positions are not needed.
+Cost: 1 to 14 s per arm, 219 s in all, on one H200 that 16 processes share; on one CPU core 1 to 4 minutes per arm.
 Differs: the paper shows no trace of any of it; L2, Hellinger and NLMS norms are added. Retrieval: setting 2, 40 keys,
     two seeds. Language model: 2 layers of width 64 on the standard library's sources, 1,500 steps, in bits per byte,
     with pre-norm blocks (paper: 16 layers of width 256 on WikiText-103, perplexity): only the order can be compared.
@@ -105,8 +106,10 @@ def plot(rows: list[Row], path: Path) -> None:
     features = sorted({r["features"] for r in rows if r["task"] == "retrieval"})[:1]
     found = [r for r in rows if r["task"] == "retrieval" and r["features"] in features]
     language = [r for r in rows if r["task"] == "language"]
-    note = (f"Top: retrieval with overwriting, {', '.join(features)}. Bottom left: eigenvalue of a write along its key "
-            "is 1 - gain; shaded: 5 to 95 % of writes. Values above 10^6 and NaN are drawn at the top.")  # fmt: skip
+    lost = dict.fromkeys(r["norm"] for r in language if r["phase"] == "training" and not math.isfinite(r["loss"]))
+    note = (f"All but the language model: retrieval with overwriting, {', '.join(features)}; dotted: trained length. "
+            "Gain: a write's eigenvalue along its key is 1 - gain; shaded: 5 to 95 % of writes. "
+            + (f"The language model is NaN with norm {', '.join(lost)}." if lost else ""))  # fmt: skip
     with plotting.figure(path, 3, 2, size=(5.6, 4.0), title="What each normalisation does to the delta rule",
                          note=note) as axes:  # fmt: skip
         (loss, size, memory), (gain, growth, words) = axes
@@ -173,8 +176,8 @@ def check(rows: list[Row], smoke: bool) -> list[str]:
         highest = max(p["growth"] for p in points)
         if norm in BOUNDED:
             assert highest <= 1 + 1e-6, f"{norm}, {features}: transitions grow by {highest:.3g}"
-        elif norm == "none" and not smoke:
-            assert highest > 1e3, f"{norm}, {features}: transitions grow by {highest:.3g} only"
+        elif not smoke:
+            assert highest > 1.5, f"{norm}, {features}: transitions grow by {highest:.3g} only"
     said = ["transitions never grow with the norms sum, l2, hellinger and nlms, at 8 times the trained length as well"]
     if smoke:
         return said
@@ -183,13 +186,14 @@ def check(rows: list[Row], smoke: bool) -> list[str]:
         if norm in BOUNDED:
             assert loss < 0.05, f"{norm}, {features}: retrieval loss {loss:.3f}"
         if norm == "none":
-            assert not loss < 0.4, f"no norm, {features}: retrieval loss {loss:.3f}; it did not diverge"
-    said.append("retrieval: without norm the loss diverges; with each bounded norm it ends below 0.05")
-    grown = {f: max(p["growth"] for p in points) for (n, f), points in ends.items() if n == "attention"}
-    assert all(g > 1.5 for g in grown.values()), f"attention norm: transitions grow by {grown}"
-    said.append("attention norm: transitions grow by " + ", ".join(f"{g:.3g} ({f})" for f, g in grown.items()))
-    assert words["sum", False] < words["sum+attention", False], f"attention norm helps the language model: {words}"
-    assert words["sum", False] < words["none", False], f"no norm is better in the language model: {words}"
+            assert not loss < 0.5, f"no norm, {features}: retrieval loss {loss:.3f}, better than answering nothing"
+    ends_at = ", ".join(f"{loss:.3g} ({f})" for (n, f), loss in losses.items() if n == "none")
+    said.append(f"retrieval: without norm the loss ends at {ends_at}; answering nothing: 0.5; bounded norms below 0.05")
+    grown = {(n, f): max(p["growth"] for p in points) for (n, f), points in ends.items() if n not in BOUNDED}
+    said.append("transitions grow by " + ", ".join(f"{g:.3g} ({n}, {f})" for (n, f), g in grown.items()))
+    for positions in (False, True):
+        assert not math.isfinite(words["none", positions]), f"no norm: the language model did not diverge: {words}"
+        assert words["sum", positions] < words["sum+attention", positions], f"attention norm helps: {words}"
     said.append("language model, bits per byte without positions: "
                 + ", ".join(f"{n} {words[n, False]:.3f}" for n in NORMS if (n, False) in words))  # fmt: skip
     return said

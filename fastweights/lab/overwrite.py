@@ -3,8 +3,8 @@
 Paper: Schlag, Irie, Schmidhuber 2021, section 6.1, setting 2 (Figure 3).
 Claim: when keys are written again and again, the delta rule retrieves the last value as long as there are fewer keys
     than features; the sum rule cannot, and the rule of the Fast Weight Memory is worse than answering nothing.
-Cost: by estimate a minute of one H200 that 16 processes share; on one CPU core a minute or two per arm at S = 20, hours
-    in all. `--only S=20` runs a part.
+Cost: 2 to 90 s per arm on one H200 that 16 processes share, 85 and 250 s for the loops of the Fast Weight Memory; on
+    one CPU core a minute or two per arm at S = 20, hours in all. `--only S=20` runs a part.
 Differs: three seeds instead of one; scored at L = S, as the released code does by mistake, and at L = 2 S, as it is
     trained and meant; best and last; ELU+1 and softmax attention without overwriting, and FAVOR+ from logarithms
     beside the published one; five values of S instead of ten; the Fast Weight Memory, a loop over tokens, for S = 20

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fastweights import attention
 from fastweights.features import EPS as FEATURE_EPS
-from fastweights.features import parse as parse_features
 from fastweights.lab.training import adam, descend
 from fastweights.layers import NORMS, AttentionConfig
 from fastweights.torch import fast_weight, feature_map
@@ -299,8 +298,3 @@ def rotations() -> Tensor:
     """(BANK, D, D)."""
     generator = torch.Generator().manual_seed(0)
     return torch.linalg.qr(torch.randn(BANK, D, D, generator=generator, dtype=torch.float64))[0].float()
-
-
-def width(features: str) -> int:
-    """Of the features: the number of orthogonal keys a memory can hold."""
-    return D if features in ("softmax", "tanh") else parse_features(features).width(D)

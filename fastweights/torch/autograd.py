@@ -112,6 +112,7 @@ class ChunkedBackward(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         *_, ctx.delta, ctx.before, ctx.chunk_size = inputs
         ctx.undifferentiated = len(inputs) - 8
+        ctx.plain = plain
         ctx.save_for_backward(*inputs[:9])
 
     @staticmethod
@@ -123,7 +124,7 @@ class ChunkedBackward(torch.autograd.Function):
             ups = [_watched(x) for x in (do, dfinal)]
             copies = [None if x is None else _watched(x) for x in inputs]
             asked = [copies[i] for i in wanted]
-            first = torch.autograd.grad(plain(*copies, cu_seqlens, **how), asked, ups, create_graph=True,
+            first = torch.autograd.grad(ctx.plain(*copies, cu_seqlens, **how), asked, ups, create_graph=True,
                                         materialize_grads=True)  # fmt: skip
             found = torch.autograd.grad(first, [*ups, *asked], [second[i] for i in wanted], create_graph=True,
                                         materialize_grads=True)  # fmt: skip

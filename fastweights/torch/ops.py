@@ -1,14 +1,16 @@
 """`fast_weight` for PyTorch: argument checks, the choice of method, and the loop that is the equation itself."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fastweights import core, features
+from fastweights import core
 from fastweights.core import FastWeightError
+from fastweights.features import parse, parse_fixed
 from fastweights.torch import functional
 
 HAS_TRITON = find_spec("triton") is not None
@@ -31,6 +33,8 @@ def fast_weight(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
+    features: str = "identity",
+    norm: str = "none",
     method: Method = "auto",
     chunk_size: int | None = None,
     out_state: Tensor | None = None,
@@ -40,7 +44,7 @@ def fast_weight(
     $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top k_t)^\top, \qquad o_t = S_t^\top q_t $$
 
     Args:
-        q, k: (B, T, H, K) queries and keys, already mapped by a feature map and normalised.
+        q, k: (B, T, H, K) queries and keys; already mapped and normalised unless `features` and `norm` say how.
         v: (B, T, H, V) values.
         beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
         log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
@@ -52,6 +56,9 @@ def fast_weight(
         method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
             "kernel", the same in Triton (CUDA; no float64), one launch for one token without gradients; "auto", kernel
             where it can run, else recurrent for one token, else chunked. One token with gradients is recurrent.
+        features, norm: map q and k first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of the state
+            is then the width of the features. Kernels then keep q and k alone for the backward
+            pass, which makes the features anew.
         chunk_size: tokens per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
             It changes speed alone.
         out_state: where to write the state after the last token, without gradients: `state` itself to overwrite it.
@@ -70,9 +77,19 @@ def fast_weight(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
-    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size)
+    phi = parse_fixed(features)
+    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size, width=phi.width)
     _check_devices(arrays)
-    _check_out_state(out_state, state, arrays)
+    K = phi.width(q.shape[-1])
+    _check_out_state(out_state, K, arrays)
+    chosen = method
+    if method == "auto":
+        inputs = (q, k, v, beta, log_decay, state)
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        chosen = choose(q, learning=learning)
+    inside = chosen == "kernel" and mask is None and _maps_inside(phi, norm, q)
+    if not inside and (features, norm) != ("identity", "none"):
+        q, k = (feature_map(x, features, norm=norm) for x in (q, k))
     if mask is not None:
         q, k, v, beta, log_decay = _masked(mask, q, k, v, beta, log_decay)
     if not torch.compiler.is_compiling() and core.debugging():
@@ -81,16 +98,12 @@ def fast_weight(
     if state is None:
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1], dtype=wide)
-    chosen = method
-    if method == "auto":
-        inputs = (q, k, v, beta, log_decay, state)
-        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        chosen = choose(q, learning=learning)
+        state = q.new_zeros(sequences, q.shape[2], K, v.shape[-1], dtype=wide)
     chunk_size = chunk_size or CHUNK_SIZE.get(q.device.type, 64)
-    how = dict(delta=rule == "delta", before=read == "before", chunk_size=chunk_size)
+    how: dict[str, Any] = dict(delta=rule == "delta", before=read == "before", chunk_size=chunk_size)
     if chosen == "kernel":
         how["overwrite"] = out_state is not None and out_state is state
+        how["phi"] = (features, norm) if inside else ("identity", "none")
     o, after = METHODS[chosen](q, k, v, beta, log_decay, state, cu_seqlens, **how)
     if out_state is not None and after is not out_state:
         after = out_state.copy_(after)
@@ -150,16 +163,29 @@ def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chun
     return o, state
 
 
-def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, overwrite=False):
+def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, overwrite, phi):
     if not HAS_TRITON:
         raise FastWeightError('method="kernel" needs Triton, which is not installed; pip install triton')
     from fastweights.torch import kernels  # importing Triton costs time
 
-    how = dict(delta=delta, before=before, overwrite=overwrite)
+    how = dict(delta=delta, before=before, overwrite=overwrite, phi=phi)
     return kernels.fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, **how)
 
 
-METHODS = {"recurrent": _recurrent, "chunked": _chunked, "kernel": _kernel}
+def _maps_inside(phi, norm, q):
+    """Whether the kernels map and normalise q and k themselves."""
+    if not HAS_TRITON:
+        return False
+    from fastweights.torch.kernels import features as fused
+
+    return fused.takes(phi, norm, q)
+
+
+METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "recurrent": _recurrent,
+    "chunked": _chunked,
+    "kernel": _kernel,
+}
 
 
 def _masked(mask, q, k, v, beta, log_decay):
@@ -169,12 +195,12 @@ def _masked(mask, q, k, v, beta, log_decay):
     return q, k, v, beta, log_decay
 
 
-def _check_out_state(out_state, state, arrays):
+def _check_out_state(out_state, K, arrays):
     if out_state is None:
         return
     q, v, cu_seqlens = arrays["q"], arrays["v"], arrays["cu_seqlens"]
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    expected = (sequences, *q.shape[2:], v.shape[-1])
+    expected = (sequences, q.shape[2], K, v.shape[-1])
     if tuple(out_state.shape) != expected or out_state.dtype not in (torch.float32, torch.float64):
         raise FastWeightError(f"out_state is {out_state.dtype} {tuple(out_state.shape)}; expected float32 {expected}: "
                               "the state after the last token goes there")  # fmt: skip
@@ -203,7 +229,7 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
         (..., width) in the dtype of x, computed in float32 or wider; on a GPU with Triton, all but FAVOR+ and "max"
         in one pass over memory.
     """
-    phi = features.parse(name)
+    phi = parse(name)
     transformed = torch._C._are_functorch_transforms_active()  # vmap has no rule for the kernel
     if x.is_cuda and HAS_TRITON and projection is None and not transformed:
         from fastweights.torch.kernels import features as fused

@@ -4,30 +4,37 @@ docs/maths.md derives what they compute. Block sizes are fixed by shape and dtyp
 never measures. The operators are registered, so that autograd, torch.compile, vmap and checkpointing know them.
 """
 
+from functools import partial
+
 import torch
 import triton
 from torch import Tensor
 
 from fastweights.core import FastWeightError
+from fastweights.features import parse
 from fastweights.torch import autograd
 from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, segments, step
+from fastweights.torch.kernels import features as maps
 from fastweights.torch.kernels.launch import on_device_of, register, together
 from fastweights.torch.layout import bound
 
-INTERPRETED = type(forward._forward).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
+PLAIN = ("identity", "none")  # q and k as they are
+INTERPRETED = chunks.INTERPRETED
 
 
-def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, overwrite=False):
+def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, overwrite=False, phi=PLAIN):
     """(o, state), or FastWeightError with the reason why the kernels cannot run these inputs.
 
     overwrite: the new state may take the place of the old one; only a single token does so.
+    phi: the names of a feature map and norm that `maps.takes` q and k with. Only q and k themselves are kept for a
+        backward pass; their features are made anew.
     """
     if reason := refusal(q):
         raise FastWeightError(f'method="kernel" {reason}')
     if one_step(q, cu_seqlens) and not needs_gradient(q, k, v, beta, log_decay, state):
         if overwrite and state.is_contiguous():
-            return step.step_op_(q, k, v, beta, log_decay, state, delta, before), state
-        return step.step_op(q, k, v, beta, log_decay, state, delta, before)
+            return step.step_op_(q, k, v, beta, log_decay, state, delta, before, *phi), state
+        return step.step_op(q, k, v, beta, log_decay, state, delta, before, *phi)
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
@@ -36,7 +43,7 @@ def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, o
     if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         # what `apply` itself does then, without binding arguments to defaults: 60 us of a call's 200
         run = super(torch.autograd.Function, Kernel).apply if save else kernel_op
-    o, state, *_ = run(*inputs, cu_seqlens, delta, before, save)
+    o, state, *_ = run(*inputs, cu_seqlens, delta, before, *phi, save)
     return o, state
 
 
@@ -61,8 +68,9 @@ def refusal(q: Tensor) -> str | None:
     return None
 
 
-def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
+def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, features, norm, save):
     """(o, final state, X, S): X the inverses, S the memory before each row, transposed, if saved."""
+    q, k = mapped(features, norm, q, k)
     shape, n = v.shape, segments.count(q, cu_seqlens, delta)
     q, k, v, beta, log_decay = segments.cut(n, *contiguous(q, k, v, beta, log_decay))
     state, how = state.contiguous(), dict(delta=delta, before=before, precision=float32_products())
@@ -78,8 +86,10 @@ def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
     return o, state, X if save and delta else q.new_empty(0), S
 
 
-def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
+def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
+    raw = q, k
+    q, k = mapped(features, norm, q, k)
     B, T, n = q.shape[0], q.shape[1], segments.count(q, cu_seqlens, delta)
     do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
     dfinal = None if dfinal is None else dfinal.contiguous()
@@ -92,16 +102,27 @@ def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, 
         dfinal = torch.zeros_like(state) if dfinal is None else dfinal
         dfinal = segments.after_each(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
     dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
-    grads = backward.local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, **how)
+    grads = list(backward.local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, **how))
     if n > 1:
         grads = [None if x is None else x.view(B, T, *x.shape[2:]) for x in grads]
         dstate = dstate[::n].contiguous()
+    if (features, norm) != PLAIN:
+        phi = parse(features)
+        grads[:2] = (maps.features_backward(g, x, phi.kind, phi.size, norm) for g, x in zip(grads, raw, strict=False))
     return *grads, dstate
 
 
+def mapped(features, norm, *tensors):
+    """phi of each."""
+    if (features, norm) == PLAIN:
+        return tensors
+    phi = parse(features)
+    return [maps.features(x, phi.kind, phi.size, norm) for x in tensors]
+
+
 def float32_products() -> str:
-    """How products of float32 inputs are made, by torch's own setting: three passes of tf32, or one."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How products of float32 inputs are made, by torch's own setting: exact to its last bits, or one pass of tf32."""
+    return chunks.exact_products() if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def scratch(size, alignment, stream):
@@ -113,18 +134,19 @@ def contiguous(*tensors):
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def saved_shapes(q, v, cu_seqlens, delta):
+def saved_shapes(q, v, cu_seqlens, delta, name):
     """Shapes of X and S that `run_forward` saves."""
-    (B, T, H, K), V = q.shape, v.shape[-1]
+    (B, T, H, D), V = q.shape, v.shape[-1]
+    K = parse(name).width(D)
     rows = bound(B, T, chunks.C, cu_seqlens)
     return (rows, H, chunks.C, chunks.C) if delta else (0,), (rows, H, V, K)
 
 
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
-    cu_seqlens: Tensor | None, delta: bool, before: bool, save: bool,
+    cu_seqlens: Tensor | None, delta: bool, before: bool, features: str, norm: str, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs, how = (q, k, v, beta, log_decay, state, cu_seqlens), (delta, before)
+    inputs, how = (q, k, v, beta, log_decay, state, cu_seqlens), (delta, before, features, norm)
 
     def with_backward():  # which will follow
         o, _, X, S = run_forward(*inputs, *how, save)
@@ -135,8 +157,8 @@ def kernel(
         return together(lambda: run_forward(*inputs, *how, save), with_backward, q)
 
 
-def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
-    shapes = saved_shapes(q, v, cu_seqlens, delta) if save else ((0,),) * 2
+def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, features, norm, save):
+    shapes = saved_shapes(q, v, cu_seqlens, delta, features) if save else ((0,),) * 2
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         state.new_empty(state.shape),
@@ -147,15 +169,15 @@ def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save
 def kernel_backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
     state: Tensor, cu_seqlens: Tensor | None, X: Tensor, S: Tensor,
-    delta: bool, before: bool,
+    delta: bool, before: bool, features: str, norm: str,
 ) -> autograd.Gradients:  # fmt: skip
-    inputs = (q, k, v, beta, log_decay, state, cu_seqlens)
+    inputs, how = (q, k, v, beta, log_decay, state, cu_seqlens), (delta, before, features, norm)
 
     def run():
         saved = X, S
         if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
-            saved = run_forward(*inputs, delta, before, True)[2:]
-        return run_backward(do, dfinal, *inputs, *saved, delta, before)
+            saved = run_forward(*inputs, *how, True)[2:]
+        return run_backward(do, dfinal, *inputs, *saved, *how)
 
     with on_device_of(q):
         grads = together(run, run, q)
@@ -163,7 +185,7 @@ def kernel_backward(
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
 
-def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
+def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm):
     like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_decay))
     return *like, *rates, state.new_empty(state.shape)
@@ -176,8 +198,8 @@ class Kernel(autograd.Chunked):
     """`kernel_op` with its gradient."""
 
     @staticmethod
-    def forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save):
-        return kernel_op(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, save)
+    def forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, features, norm, save):
+        return kernel_op(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, features, norm, save)
 
     @staticmethod
     def backward(ctx, do, dfinal, *unused):
@@ -188,7 +210,7 @@ class Kernel(autograd.Chunked):
             run, dfinal = KernelBackward.apply, torch.zeros_like(state) if dfinal is None else dfinal
         grads = run(do, dfinal, q, k, v, beta, log_decay, state, *rest, *ctx.how)
         grads = [None if x is None else g for x, g in zip((q, k, v, beta, log_decay, state), grads, strict=True)]
-        return *grads, None, None, None, None
+        return *grads, *[None] * 6
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -200,18 +222,27 @@ class KernelBackward(autograd.ChunkedBackward):
     """`backward_op`; its own gradient, for second derivatives, is that of `autograd.plain`."""
 
     @staticmethod
-    def backward(ctx, *second):
-        return autograd.ChunkedBackward.backward(ctx, *second)[:-2]  # neither u nor a chunk size
-
-    @staticmethod
-    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before):
-        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before)
+    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm):
+        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, delta, before = inputs
-        autograd.ChunkedBackward.setup_context(ctx, (*tensors, None, delta, before, chunks.C), output)
+        *tensors, delta, before, features, norm = inputs
+        autograd.ChunkedBackward.setup_context(ctx, (*tensors, None, None, delta, before, chunks.C), output)
+        ctx.plain = partial(plain, features, norm)
+
+    @staticmethod
+    def backward(ctx, *second):
+        return autograd.ChunkedBackward.backward(ctx, *second)[:-1]
 
     @staticmethod
     def vmap(info, in_dims, *args):
         return autograd._fold(KernelBackward.apply, 8, info.batch_size, in_dims, args)
+
+
+def plain(features, norm, q, k, *rest, **how):
+    """`autograd.plain` of mapped q and k."""
+    if (features, norm) != PLAIN:
+        phi = parse(features)
+        q, k = (maps.eager(x, phi.kind, phi.size, norm) for x in (q, k))
+    return autograd.plain(q, k, *rest, **how)

@@ -15,6 +15,7 @@ from fastweights.torch.kernels.chunks import (
     load_tile,
     product,
     read_decay,
+    solve,
     store_block,
     store_tile,
 )
@@ -70,7 +71,7 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         D = product(do_r, q_i, D, PRECISION)
         if DELTA:
             X_i = load_block(X, at, 0, 0, C, C, C, C, TMA)  # [C, C]
-            du = product(du.to(dtype), X_i, None, PRECISION)
+            du = solve(du.to(dtype), X_i, PRECISION)
             z = -du
             if BETA:
                 z *= tl.load(beta + at * C + i)[None, :]
@@ -105,7 +106,7 @@ def _values(k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, g
             gb += tl.sum(dy_i.to(tl.float32) * y, 1)
         if BETA:
             y *= b[:, None]
-        u = product(load_block(X, at, 0, 0, C, C, C, C), y.to(dtype), None, PRECISION)
+        u = solve(load_block(X, at, 0, 0, C, C, C, C), y.to(dtype), PRECISION)
         if BETA and not HALF:
             gb += tl.sum(dy_i.to(tl.float32) * u, 1) / b  # u / b is the error itself: no difference of large sums
         u_i = u.to(dtype)

@@ -25,21 +25,21 @@ def wide(k):
 
 
 def block(width):
-    """The smallest power of two that holds `width`, at least 64: narrower operands read out of bounds on Hopper."""
+    """The smallest power of two that holds keys of `width`, at least 64: narrower ones read out of bounds on Hopper."""
     return max(64, 1 << (width - 1).bit_length())
 
 
 def walks(layout, k, V, table):
     """(TMA, BK, BV, warps, stages) of a walk. More than four warps only where the memory does not fit one group."""
-    BK = block(k.shape[-1])
+    BK, BV = block(k.shape[-1]), max(16, min(64, 1 << (V - 1).bit_length()))
     if k.dtype == torch.float32:
-        return False, BK, 64, 8 if BK > 64 else 4, 1
+        return False, BK, BV, 8 if BK > 64 else 4, 1
     if BK > 128:
-        return False, BK, 64, 8, 1
+        return False, BK, BV, 8, 1
     if copied_by_engine(layout, k, BK, V, 64):
         many = layout.sequences * k.shape[2] * -(-V // 64) > _multiprocessors(k.device)
         return True, BK, 64, *table[BK, many]
-    return False, BK, 64, 4, 2
+    return False, BK, BV, 4, 2
 
 
 def copied_by_engine(layout, q, BK, V, BV):

@@ -5,10 +5,12 @@ sequence follow each other. Without packing both are arithmetic; packed, two sma
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia.compiler import CUDAOptions
 
 from fastweights.core import check_offsets
 from fastweights.torch.kernels.launch import start
@@ -72,6 +74,9 @@ def find_sequence(of_sequence, T, per, n, PACKED: tl.constexpr):
         return tl.load(of_sequence + 3 * n), tl.load(of_sequence + 3 * n + 1), tl.load(of_sequence + 3 * n + 2)
     else:
         return n * T, n * 0 + T, n * per
+
+
+INTERPRETED = type(find_sequence).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
 
 
 @triton.jit
@@ -142,6 +147,13 @@ def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr, BK:
     tl.store(x + at * K * V + d[:, None] * V + e[None, :], value.to(x.dtype.element_ty), mask=mask)
 
 
+@cache
+def exact_products():
+    """The most exact products of float32 that tensor cores make: six of bfloat16 where Triton knows how."""
+    known = not INTERPRETED and "bf16x6" in CUDAOptions.allowed_dot_input_precisions
+    return "bf16x6" if known else "tf32x3"
+
+
 @triton.jit
 def product(a, b, c, PRECISION: tl.constexpr):
     """a @ b + c in float32. tf32 is rounded to nearest here: the tensor cores drop the bits that do not fit."""
@@ -151,6 +163,12 @@ def product(a, b, c, PRECISION: tl.constexpr):
         return c + tl.dot(a, b, input_precision=PRECISION)
     else:
         return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def solve(a, b, PRECISION: tl.constexpr):
+    """A product with the inverse. In TF32, too, it is made in three passes: the chain from chunk to chunk runs here."""
+    return product(a, b, None, "tf32x3" if PRECISION == "tf32" else PRECISION)
 
 
 @triton.jit

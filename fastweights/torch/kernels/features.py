@@ -1,7 +1,6 @@
 """Feature maps and their normalisation in one pass over memory, forward and backward.
 
-A row is one token of one head. Nothing but the input is saved: the backward computes the features again. DPFP reads
-its input where it lies, feature j * 2d + m being u_m u_{m-j-1} of u = [relu(x), relu(-x)], and gathers its gradient.
+A row is one token of one head. Nothing but the input is saved: the backward computes the features again.
 """
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from fastweights.features import EPS, FeatureMap
 from fastweights.torch import functional
+from fastweights.torch.kernels import dpfp
+from fastweights.torch.kernels.chunks import exact_products
 from fastweights.torch.kernels.launch import on_device_of, register, start
 
 KINDS = {"identity": 0, "relu": 1, "silu": 2, "elu+1": 3, "dpfp": 4}
@@ -65,70 +66,35 @@ def _forward(x, y, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def _pull(x, dy, at, row, m, p, j, other, inside, s, e, D: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr):
-    """The gradient of u_m through feature p of roll j, which is u_m times u at `other`."""
-    u = _half(x, at, other, inside, D)
-    slope = s * tl.load(dy + row * W + (j - 1) * 2 * D + p, mask=inside, other=0.0).to(tl.float32)
-    if NORM == 1:
-        slope += e
-    if NORM == 2:
-        slope += e * u * _half(x, at, m, inside, D)
-    return slope * u
-
-
-@triton.jit
-def _backward(x, dy, dx, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, NU: tl.constexpr,
-              R: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
-              KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+def _backward(x, dy, dx, rows, stride, head_stride, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+              BW: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     f = tl.arange(0, BW)
-    real = row < rows
-    inside = real[:, None] & (f < W)[None, :]
+    inside = (row < rows)[:, None] & (f < W)[None, :]
     at = (row // H * stride + row % H * head_stride)[:, None]
-    s = tl.full([R, 1], 1.0, tl.float32)  # gradient of the features: s dy + e phi (l2) or s dy + e sign(phi) (sum)
-    e = tl.zeros([R, 1], tl.float32)
-    if NORM or KIND != 4:
-        phi = _phi(x, at, f[None, :], inside, D, KIND)
-        g = tl.load(dy + row[:, None] * W + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    phi = _phi(x, at, f[None, :], inside, W, KIND)
+    g = tl.load(dy + row[:, None] * W + f[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
         s = _scale(phi, NORM, EPS)[:, None]
-        e = -s * s * tl.sum(g * phi, 1)[:, None]
-        if NORM == 2:
-            e *= s
-    if KIND == 4:
-        a = tl.arange(0, BD)[None, :]
-        inside = real[:, None] & (a < D)
-        value = tl.load(x + at + a, mask=inside, other=0.0).to(tl.float32)
-        out = tl.zeros([R, BD], tl.float32)
-        for half in tl.static_range(2):
-            m = a + half * D
-            du = tl.zeros([R, BD], tl.float32)
-            for j in range(1, NU + 1):
-                before, after = (m - j + 2 * D) % (2 * D), (m + j) % (2 * D)
-                du += _pull(x, dy, at, row[:, None], m, m, j, before, inside, s, e, D, W, NORM)
-                du += _pull(x, dy, at, row[:, None], m, after, j, after, inside, s, e, D, W, NORM)
-            out += tl.where(value > 0, du, 0.0) if half == 0 else tl.where(value < 0, -du, 0.0)
-        tl.store(dx + row[:, None] * D + a, out.to(dx.dtype.element_ty), mask=inside)
-    else:
-        if NORM == 2:
-            g = s * g + e * phi
-        elif NORM == 1:
-            g = s * g + e * tl.where(phi > 0, 1.0, tl.where(phi < 0, -1.0, 0.0))
-        value = tl.load(x + at + f[None, :], mask=inside, other=0.0).to(tl.float32)
-        if KIND == 1:
-            g = tl.where(value > 0, g, 0.0)
-        elif KIND == 2:
-            share = tl.sigmoid(value)
-            g *= share * (1 + value * (1 - share))
-        elif KIND == 3:
-            g *= tl.where(value > 0, 1.0, phi)
-        tl.store(dx + row[:, None] * D + f[None, :], g.to(dx.dtype.element_ty), mask=inside)
+        e = s * s * tl.sum(g * phi, 1)[:, None]
+        slope = s * phi if NORM == 2 else tl.where(phi > 0, 1.0, tl.where(phi < 0, -1.0, 0.0))
+        g = s * g - e * slope
+    value = tl.load(x + at + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    if KIND == 1:
+        g = tl.where(value > 0, g, 0.0)
+    elif KIND == 2:
+        share = tl.sigmoid(value)
+        g *= share * (1 + value * (1 - share))
+    elif KIND == 3:
+        g *= tl.where(value > 0, 1.0, phi)
+    tl.store(dx + row[:, None] * W + f[None, :], g.to(dx.dtype.element_ty), mask=inside)
 
 
 def takes(phi: FeatureMap, norm: str, x: Tensor) -> bool:
     """Whether `feature_map` computes this map of x."""
-    wide = x.dim() and x.shape[-1] and phi.kind in KINDS and phi.width(x.shape[-1]) <= WIDEST
-    return bool(wide) and norm in NORMS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    d = x.shape[-1] if x.dim() else 0
+    fits = d and phi.kind in KINDS and phi.width(d) <= WIDEST and (phi.kind != "dpfp" or d <= dpfp.WIDEST)
+    return bool(fits) and norm in NORMS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def feature_map(x: Tensor, phi: FeatureMap, norm: str) -> Tensor:
@@ -153,6 +119,11 @@ def _blocks(W):
     return max(1, 4096 // BW), BW
 
 
+def picking(x):
+    """How products that pick numbers out of x are made: so that they come out as they are."""
+    return exact_products() if x.dtype == torch.float32 else "tf32"
+
+
 def features(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
     W = FeatureMap(kind, size).width(x.shape[-1])
     y = torch.empty(*x.shape[:-1], W, dtype=x.dtype, device=x.device)
@@ -161,6 +132,9 @@ def features(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
         tokens, H, D = x.shape
         R, BW = _blocks(W)
         with on_device_of(x):
+            if kind == "dpfp":
+                dpfp.run(dpfp._forward, x, (y,), W, size, NORMS[norm], picking(x))
+                return y
             start(_forward, (-(-tokens * H // R),), (x, y), (tokens * H, x.stride(0), x.stride(1)),
                   (H, D, W, R, BW, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
     return y
@@ -174,13 +148,14 @@ def features_backward(dy: Tensor, x: Tensor, kind: str, size: int, norm: str) ->
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if dx.numel():
         dy, x = dy.contiguous(), _rows(x)
-        tokens, H, D = x.shape
-        W = dy.shape[-1]
+        (tokens, H, _), W = x.shape, dy.shape[-1]
         R, BW = _blocks(W)
-        BD = max(16, 1 << (D - 1).bit_length())
         with on_device_of(x):
+            if kind == "dpfp":
+                dpfp.run(dpfp._backward, x, (dy, dx), W, size, NORMS[norm], picking(x))
+                return dx
             start(_backward, (-(-tokens * H // R),), (x, dy, dx), (tokens * H, x.stride(0), x.stride(1)),
-                  (H, D, W, size, R, BW, BD, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
+                  (H, W, R, BW, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
     return dx
 
 

@@ -19,6 +19,7 @@ from fastweights.torch.kernels.chunks import (
     load_tile,
     product,
     read_decay,
+    solve,
     store_block,
     store_tile,
 )
@@ -66,7 +67,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
             y = u - kS if VALUES else -kS
             if BETA:
                 y *= tl.load(beta + at * C + i)[None, :]
-            u = product(y.to(dtype), tl.trans(X_i), None, PRECISION).to(dtype)
+            u = solve(y.to(dtype), tl.trans(X_i), PRECISION).to(dtype)
         elif BETA:
             u = (u * tl.load(beta + at * C + i)[None, :]).to(dtype)
         if OUT:

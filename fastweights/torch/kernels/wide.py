@@ -13,6 +13,7 @@ from fastweights.torch.kernels.chunks import (
     load_tile,
     product,
     read_decay,
+    solve,
     store_block,
     store_tile,
 )
@@ -59,7 +60,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
             y *= tl.load(beta + at * C + i)[None, :]
         u = y.to(dtype)
         if DELTA:
-            u = product(u, tl.trans(load_block(X, at, 0, 0, C, C, C, C)), None, PRECISION).to(dtype)
+            u = solve(u, tl.trans(load_block(X, at, 0, 0, C, C, C, C)), PRECISION).to(dtype)
         if OUT:
             seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
             if DECAY:
@@ -117,7 +118,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
             end = tl.exp(log_end)
         du = product(do_i, tl.where(seen, A, 0.0).to(dtype), du, PRECISION)
         if DELTA:
-            du = product(du.to(dtype), load_block(X, at, 0, 0, C, C, C, C), None, PRECISION)
+            du = solve(du.to(dtype), load_block(X, at, 0, 0, C, C, C, C), PRECISION)
         z = -du
         if BETA:
             z *= tl.load(beta + at * C + i)[None, :]

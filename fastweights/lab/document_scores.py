@@ -1,0 +1,84 @@
+"""Documents read from first token to last, and what each token cost: by where it stands, how rare, how repeated."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastweights.lab import steps, text
+from fastweights.lm.adapting import Dynamic, adapting
+
+SEGMENT = 64  # tokens between updates of dynamic evaluation
+READ = 1024  # tokens read at a time otherwise
+BINS = dict(
+    position=(0, 256, 1024, 4096), frequency=(0, 10, 100, 1000, 10_000), repetition=(0, 1, 2, 4, 8),
+)  # fmt: skip
+
+
+def documents(found: text.Text, split: str, tokens: int) -> list[np.ndarray]:
+    """The first documents of a split, about so many tokens in all."""
+    stream, starts = getattr(found, split), found.starts[split]
+    pieces = [p for p in np.split(stream, starts[1:]) if len(p) > 1]
+    total = np.cumsum([len(p) for p in pieces])
+    return pieces[: int(np.searchsorted(total, tokens)) + 1]
+
+
+def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: text.Text, *, lr: float | None = None,
+          window: int = READ) -> list:  # fmt: skip
+    """Nats of each token but the first of each document, memory carried from its first token.
+
+    "restart": what the layer has learned is dropped after every `window` tokens; the body's memory is not.
+    """
+    model.eval()
+    rows = [torch.from_numpy(d)[None].to(device) for d in docs]
+    with steps.autocast(device):
+        if mode != "dynamic":
+            with torch.no_grad():
+                return [_carried(model, row, mode, window) for row in rows]
+        assert lr is not None
+        width = min(512, len(found.train) // 16)
+        stream = torch.from_numpy(found.train[: 16 * width].reshape(16, width)).to(device)
+        with adapting(model, Dynamic(lr=lr, segment=SEGMENT, batches=tuple(stream.split(4)))) as read:
+            return [read(row, model.init_state(1)).float().cpu().numpy() for row in rows]
+
+
+def _carried(model, row, mode, window):
+    losses, state = [], model.init_state(1)
+    piece = min(READ, window)
+    for at in range(0, row.shape[1] - 1, piece):
+        if mode == "restart" and at % window == 0:
+            state = state._replace(fast=model.init_state(1).fast)
+        part = row[:, at : at + piece + 1]
+        scores = model.score(part[:, :-1], part[:, 1:], state, learn=mode in ("fast", "restart"))
+        losses, state = [*losses, scores.loss[0].float()], scores.state
+    return torch.cat(losses).cpu().numpy()
+
+
+def summary(docs: list[np.ndarray], losses: list[np.ndarray], counts: np.ndarray) -> list[dict]:
+    """Tokens and nats in all, and by position, by frequency in training and by repetition in the document."""
+    labels = np.concatenate([d[1:] for d in docs])
+    values = dict(
+        position=np.concatenate([np.arange(1, len(d)) for d in docs]),
+        frequency=counts[labels],
+        repetition=np.concatenate([repetitions(d)[1:] for d in docs]),
+    )
+    nats = np.concatenate(losses)
+    rows = [dict(by="all", bin=0, labels=len(nats), nats=float(nats.mean()))]
+    for by, edges in BINS.items():
+        where = np.searchsorted(edges, values[by], side="right") - 1
+        for i, edge in enumerate(edges):
+            here = nats[where == i]
+            if len(here):
+                rows.append(dict(by=by, bin=edge, labels=len(here), nats=float(here.mean())))
+    return rows
+
+
+def repetitions(document: np.ndarray) -> np.ndarray:
+    """How often each token was in the document before."""
+    seen: Counter = Counter()
+    before = np.empty(len(document), np.int64)
+    for i, token in enumerate(document.tolist()):
+        before[i] = seen[token]
+        seen[token] += 1
+    return before
