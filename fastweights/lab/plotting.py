@@ -25,6 +25,7 @@ STYLE: dict[str, Any] = {
     "axes.edgecolor": PAPER, "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.6, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.frameon": False,
+    "legend.handlelength": 3.0,
     "legend.fontsize": 9, "lines.linewidth": 2.0, "lines.markersize": 4.5, "lines.solid_capstyle": "round",
 }  # fmt: skip
 

@@ -3,8 +3,8 @@
 Paper: Arora et al. 2023, "Zoology"; the question behind Schlag et al. 2021, section 4.
 Claim: attention recalls any number of pairs at any width; a memory needs width, and at equal width the delta rule
     recalls more than the sum rule.
-Cost: 4 minutes of one H200 that 16 processes share (8 to 57 s per arm, 23 on average); the published sweep has a hundred
-    times as many sequences per point.
+Cost: 4 minutes of one H200 that 16 processes share (8 to 57 s per arm, 23 on average); the published sweep has a
+    hundred times as many sequences per point.
 Differs: fresh sequences at every step instead of 100,000 seen 64 times; one model per width for all numbers of pairs;
     512 instead of 8,192 tokens; every mixer, softmax too, has a convolution of four tokens; three learning rates
     instead of four, between 0.001 and 0.01. As published, each model has the rate that suits it: the best, by width,
@@ -146,7 +146,7 @@ def plot(rows, path: Path):
     names = [m for m in FULL["models"] if m in found]
     means = mean_over(rows, ("width", "model", "tested"), "accuracy")
     note = ("Two blocks, a convolution of four tokens in every mixer; each model's rate chosen on other sequences. "
-            "Dashed: sum rule. Bands: range over seeds.")  # fmt: skip
+            "Dashed: sum rule. Small dots: the worst and the best seed.")  # fmt: skip
     with plotting.figure(path, len(widths), size=(3.9, 3.6), title="Recall by width and number of pairs", note=note,
                          share_y=True) as axes:  # fmt: skip
         panels = list(axes) if len(widths) > 1 else [axes]
@@ -154,9 +154,10 @@ def plot(rows, path: Path):
             for i, name in enumerate(names):
                 points = {t: v for (w, m, t), v in means.items() if (w, m) == (width, name)}
                 x = sorted(points)
-                band = ([points[t][1] for t in x], [points[t][2] for t in x])
                 color = plotting.INK if name == "softmax" else plotting.PALETTE[i]
-                plotting.curve(ax, x, [points[t][0] for t in x], label=name, color=color, band=band, dashed=name in SUM)
+                plotting.curve(ax, x, [points[t][0] for t in x], label=name, color=color, dashed=name in SUM)
+                for seed in (1, 2):  # bands of so many models would hide each other
+                    ax.plot(x, [points[t][seed] for t in x], ".", color=color, alpha=0.35, markersize=5)
             ax.set_xscale("log", base=2)
             ax.set_xticks(tested, labels=tested)
             ax.set(title=f"width {width}", xlabel="key-value pairs", ylim=(-0.02, 1.04))
