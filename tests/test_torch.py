@@ -200,7 +200,7 @@ def test_operators_pass_torchs_own_check(rng, small_segments):
         forward = (*inputs, None, rule, False, 8, True, piece)
         torch.library.opcheck(chunked_op, forward)
         o, S, saved = chunked_op(*forward)
-        assert len(saved) == 3 * (1 if piece is None else 3)
+        assert len(saved) == 4 * (1 if piece is None else 3)
         torch.library.opcheck(backward_op, (o, S, *inputs, None, saved, rule, False, 8))
 
 

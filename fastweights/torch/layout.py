@@ -129,40 +129,19 @@ def bound(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
 def inverse(L: Tensor, out: Tensor | None = None) -> Tensor:
     """(I + L)^{-1} for L (n, C, C) strictly lower triangular: substitution in blocks of 8 rows, then merges in pairs.
 
-    `core.inverse` says why it is stable; this one touches the blocks alone.
+    `core.inverse` says why it is stable.
     """
-    n, C, _ = L.shape
-    whole = max(8, 1 << (C - 1).bit_length())
-    if whole != C:  # the rows that fill up to a power of two are rows of the identity
-        X = inverse(torch.nn.functional.pad(L, (0, whole - C, 0, whole - C)))[:, :C, :C]
-        return X.contiguous() if out is None else out.copy_(X)
-    X, size = _substitute(_blocks(L, 8, 0)), 8
+    C = L.shape[-1]
+    X = torch.zeros_like(L, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    for a in range(0, C, 8):
+        block = slice(a, min(a + 8, C))
+        one = torch.eye(block.stop - a, dtype=L.dtype, device=L.device)
+        X[:, block, block] = torch.linalg.solve_triangular(L[:, block, block], one, upper=False, unitriangular=True)
+    size = 8
     while size < C:
-        top, bottom = X.view(-1, 2, size, size).unbind(1)
-        below = torch.bmm(torch.bmm(bottom, _blocks(L, size, size)), top)
-        X = X.new_zeros(n * C // (2 * size), 2 * size, 2 * size)
-        X[:, :size, :size] = top
-        X[:, size:, size:] = bottom
-        X[:, size:, :size] = below.neg_()
+        for a in range(0, C - size, 2 * size):
+            top, bottom = slice(a, a + size), slice(a + size, a + 2 * size)
+            below = torch.bmm(torch.bmm(X[:, bottom, bottom], L[:, bottom, top]), X[:, top, top])
+            torch.neg(below, out=X[:, bottom, top])
         size *= 2
-    return X if out is None else out.copy_(X)
-
-
-def _blocks(L, size, below):
-    """The (size, size) blocks of L on its diagonal, or those `below` rows under every other one of them."""
-    n, C, _ = L.shape
-    stride = size + below
-    return L.as_strided(
-        (n, C // stride, size, size), (L.stride(0), stride * (C + 1), C, 1), L.storage_offset() + below * C
-    ).reshape(-1, size, size)
-
-
-def _substitute(L):
-    """(I + L)^{-1} of many small L (n, size, size), row by row, with n as the innermost axis."""
-    size = L.shape[-1]
-    L = L.permute(1, 2, 0).contiguous()
-    X = torch.zeros_like(L)
-    X.diagonal().fill_(1)
-    for i in range(1, size):
-        torch.sum(L[i, :i, None] * X[:i, :i], 0, out=X[i, :i]).neg_()
-    return X.permute(2, 0, 1).contiguous()
+    return X
