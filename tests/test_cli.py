@@ -104,7 +104,8 @@ def test_bench_without_torch_says_what_to_install(run, monkeypatch):
         (["--shape", "1,2"], "--shape is '1,2'; expected B,T,H,K"),
         (["--method", "magic"], "--method is 'magic'; expected one of recurrent, chunked"),
         (["--peer", "nobody"], "--peer is 'nobody'; expected one of"),
-        (["--length-scaling", "--softmax"], "drop --shape and --softmax"),
+        (["--length-scaling", "--softmax"], "drop --shape, --softmax, --features and --norm"),
+        (["--features", "dpfp"], "features is 'dpfp'; expected"),
         (["--json", "/dev/null/x.json"], "cannot write to /dev/null"),
     ],
 )

@@ -19,29 +19,23 @@ from fastweights.bench.timing import Timing, interleave
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 SMOKE = (64, 128)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
-STEPS = 4  # per rule and method: check, memory, time, time with memory kept
+M_MMAP_THRESHOLD = -3  # malloc.h
+STEPS = 3  # per rule and method: check, memory, time
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Forward+backward of one of our methods at growing lengths.
-
-    The C library takes every tensor over 32 MiB anew from the system at each call, an output alone from 32,768 tokens
-    on, and pages come one fault at a time. `kept` is the same where it keeps its memory: what the method itself costs.
-    """
+    """Forward+backward of one of our methods at growing lengths."""
 
     case: Case  # at the first length
     method: str
     lengths: tuple[int, ...]
     timings: tuple[Timing, ...]
     peak_bytes: tuple[int, ...]  # beyond the inputs
-    kept: tuple[Timing, ...] = ()  # none on a GPU, and where the C library is not glibc
 
-    def ratios(self, *, kept: bool = False) -> list[float]:
+    def ratios(self) -> list[float]:
         """Time of each length over the time of the one before: 2 when the cost is linear."""
-        medians = [timing.median for timing in (self.kept if kept else self.timings)]
-        return [b / a for a, b in pairwise(medians)]
+        return [b.median / a.median for a, b in pairwise(self.timings)]
 
     def bytes_per_token(self) -> list[float]:
         return [peak / T for peak, T in zip(self.peak_bytes, self.lengths, strict=True)]
@@ -59,7 +53,7 @@ def cases(
 
 
 def run(method: str, cases: Sequence[Case], *, repeats: int, advance: Advance = lambda what, steps: None) -> Scaling:
-    """Check the first case, measure the memory of each, time all in turns, twice. `advance` hears of four steps."""
+    """Check the first case, measure the memory of each, time all in turns. `advance` hears of three steps."""
     contestant = our_method(method, cases[0])
     advance(f"checking {cases[0]}", 0)
     agree.check(cases[0], [contestant], cases[0].tensors())
@@ -72,23 +66,7 @@ def run(method: str, cases: Sequence[Case], *, repeats: int, advance: Advance = 
     tick = partial(advance, f"timing the {cases[0].rule} rule", 1 / (repeats * len(calls)))
     timings = interleave(calls, repeats=repeats, device=cases[0].device, tick=tick)
     tokens = tuple(case.shape[1] for case in cases)
-    kept: list[Timing] = []
-    if cases[0].device == "cpu" and hasattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "mallopt"):
-        advance(f"timing the {cases[0].rule} rule, memory kept", 0)
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:  # there is no way back
-            kept = fresh.apply(_timed_with_memory_kept, (method, cases, repeats, torch.get_num_threads()))
-    advance(f"timing the {cases[0].rule} rule, memory kept", 1)
-    return Scaling(cases[0], method, tokens, tuple(timings.values()), tuple(peaks), tuple(kept))
-
-
-def _timed_with_memory_kept(method: str, cases: Sequence[Case], repeats: int, threads: int) -> list[Timing]:
-    torch.set_num_threads(threads)
-    malloc = ctypes.CDLL(None)
-    malloc.mallopt(M_MMAP_MAX, 0)
-    malloc.mallopt(M_TRIM_THRESHOLD, -1)
-    contestant = our_method(method, cases[0])
-    calls = {str(case): forward_backward(contestant, case.tensors()) for case in cases}
-    return list(interleave(calls, repeats=repeats).values())
+    return Scaling(cases[0], method, tokens, tuple(timings.values()), tuple(peaks))
 
 
 def peak_bytes(case: Case, method: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastweights.attention import NORM_EPS
 from fastweights.core import FastWeightError
 from fastweights.lm.model import EPS, LanguageModel
-from fastweights.torch import nn
+from fastweights.torch import feature_map, nn
 
 
 def _theirs() -> Any:
@@ -30,7 +30,11 @@ def their_rule() -> Iterator[None]:
     """Our layers with the delta rule that Qwen3-Next runs without kernels."""
     rule = inspect.unwrap(_theirs().torch_chunk_gated_delta_rule)
 
-    def fast_weight(q: Tensor, k: Tensor, v: Tensor, *, beta: Any, log_decay: Any, state: Any, **_: Any) -> Any:
+    def fast_weight(
+        q: Tensor, k: Tensor, v: Tensor, *, beta: Any, log_decay: Any, state: Any, features: str = "identity",
+        norm: str = "none", **_: Any,
+    ) -> Any:  # fmt: skip
+        q, k = (feature_map(x, features, norm=norm) for x in (q, k))
         g = torch.zeros_like(beta) if log_decay is None else log_decay
         return rule(q * q.shape[-1] ** 0.5, k, v, g=g, beta=beta, chunk_size=64, initial_state=state,
                     output_final_state=True, use_qk_l2norm_in_kernel=False)  # fmt: skip

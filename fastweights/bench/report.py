@@ -111,20 +111,12 @@ def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
     for s in scalings:
         title = f"{s.case.rule} rule, {s.method}, {s.case.dtype} on {s.case.device}, (1, T, 4, 64) forward+backward"
         table = new_table(title)
-        kept = ("ms, memory kept", "x half of T") if s.kept else ()
-        for heading in ("T", "ms", "x half of T", *kept, "extra MiB", "KiB per token"):
+        for heading in ("T", "ms", "x half of T", "extra MiB", "KiB per token"):
             table.add_column(heading, justify="right")
         ratios = ["", *(f"{ratio:.2f}" for ratio in s.ratios())]
-        again = ["", *(f"{ratio:.2f}" for ratio in s.ratios(kept=True))]
-        for i, (T, timing, extra) in enumerate(zip(s.lengths, s.timings, s.peak_bytes, strict=True)):
-            cells = [milliseconds(timing), ratios[i], *([milliseconds(s.kept[i]), again[i]] if s.kept else [])]
-            table.add_row(str(T), *cells, f"{extra / 2**20:.1f}", f"{extra / 2**10 / T:.2f}")
+        for T, timing, ratio, extra in zip(s.lengths, s.timings, ratios, s.peak_bytes, strict=True):
+            table.add_row(str(T), milliseconds(timing), ratio, f"{extra / 2**20:.1f}", f"{extra / 2**10 / T:.2f}")
         console.print(table)
-        if s.kept:
-            said = (
-                "memory kept: malloc was told to; else it takes tensors over 32 MiB anew from the system at every call"
-            )
-            console.print(said, highlight=False)
 
 
 def default_path(device: str, kind: str = "") -> Path:
@@ -160,8 +152,6 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
                 "tokens": s.lengths,
                 "forward_backward": [timing_dict(t) for t in s.timings],
                 "doubling": s.ratios(),
-                "memory_kept": [timing_dict(t) for t in s.kept],
-                "doubling_with_memory_kept": s.ratios(kept=True),
                 "extra_bytes_per_token": s.bytes_per_token(),
             }
             for s in scalings
