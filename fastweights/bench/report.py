@@ -57,7 +57,7 @@ def show(results: Sequence[Result], console: Console) -> None:
         chosen = [result for result in results if result.case.rule == rule]
         table = new_table(f"{rule} rule, {chosen[0].case.dtype} on {chosen[0].case.device}, milliseconds")
         table.add_column("B,T,H,K[,V]", no_wrap=True)
-        table.add_column("", no_wrap=True)
+        table.add_column("", min_width=14)  # alone gives way in a narrow terminal
         extra = any(result.extra_bytes for result in chosen)
         for heading in ("forward", "x peer", "forward+\nbackward", "x peer", *["MiB"] * extra, "error"):
             table.add_column(heading, justify="right", no_wrap=True)
@@ -80,7 +80,7 @@ def _rows(table: Table, result: Result, extra: bool) -> None:
     *shape, K, V = result.case.shape
     place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
     if result.case.mapped:
-        place += f" {result.case.features}"
+        place += f"\n{result.case.features}, {result.case.norm}"
     for name in result.passes["forward"]:
         cells = []
         for which in PASSES:
