@@ -106,7 +106,7 @@ def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: Arra
     Example:
         >>> import jax.numpy as jnp
         >>> from fastweights.jax import feature_map
-        >>> feature_map(jnp.array([-1.0, 3.0]), "dpfp-1", norm="sum").tolist()
+        >>> feature_map(jnp.array([-1.0, 3.0], "float32"), "dpfp-1", norm="sum").tolist()
         [0.0, 0.0, 1.0, 0.0]
     """
     x = jnp.asarray(x)

@@ -1,8 +1,13 @@
-"""Memory of large results on a CPU, reused from one call to the next.
+"""Memory on a CPU, reused from one call to the next.
 
-The C library takes a block of 32 MiB or more anew from the system each time, and the system delivers it page by page
-at the first touch: 256 MiB cost some 80 ms, against 6 to fill memory that is there. PyTorch caches memory of GPUs, not
-of CPUs. So a block whose last tensor has gone is kept here for the next call, which in training asks for the same size.
+The system delivers memory page by page at the first touch: 256 MiB cost some 80 ms, against 6 to fill memory that is
+there. The C library gives much of what is freed back at once. PyTorch caches memory of GPUs, not of CPUs. Two remedies:
+
+Blocks of 32 MiB and more the C library takes anew each time. Results that large are kept here, when their last tensor
+has gone, for the next call, which in training asks for the same size.
+
+Smaller blocks come from the heap, whose free end it gives back when that exceeds twice the largest block ever freed. To
+free one of almost 32 MiB, never touched and so never delivered, is enough to let the heap keep what a call needs.
 """
 
 import ctypes
@@ -14,6 +19,8 @@ from torch import Tensor
 
 LEAST = 2**25  # bytes; malloc itself keeps what is smaller
 MOST = 2**28  # bytes kept in all, beside those in use
+
+torch.empty(LEAST - 2**16, dtype=torch.uint8, device="cpu")  # freed at once: see mallopt(3) on dynamic thresholds
 
 _free: deque[Tensor] = deque()  # least recently used first; its methods are atomic, so threads need no lock
 

@@ -153,13 +153,13 @@ def _each(run, offsets, q, k, v, beta, log_decay, state, **how):
 
 
 def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
-    from fastweights.torch.autograd import Chunked  # registering the operators costs time at import
+    from fastweights.torch.autograd import Chunked, quickly  # registering the operators costs time at import
 
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, state, *_ = Chunked.apply(*inputs, cu_seqlens, delta, before, chunk_size, save)
+    o, state, *_ = quickly(Chunked, save)(*inputs, cu_seqlens, delta, before, chunk_size, save)
     return o, state
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.features import parse
 from fastweights.torch import autograd
+from fastweights.torch.autograd import register
 from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, segments, step
 from fastweights.torch.kernels import features as maps
-from fastweights.torch.kernels.launch import on_device_of, register, together
+from fastweights.torch.kernels.launch import on_device_of, together
 from fastweights.torch.layout import bound
 
 PLAIN = ("identity", "none")  # q and k as they are
@@ -39,11 +40,7 @@ def fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, o
         k, v = k.view_as(k), v.view_as(v)
     inputs = (q, k, v, beta, log_decay, state)
     save = needs_gradient(*inputs)
-    run = Kernel.apply
-    if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-        # what `apply` itself does then, without binding arguments to defaults: 60 us of a call's 200
-        run = super(torch.autograd.Function, Kernel).apply if save else kernel_op
-    o, state, *_ = run(*inputs, cu_seqlens, delta, before, *phi, save)
+    o, state, *_ = autograd.quickly(Kernel, save)(*inputs, cu_seqlens, delta, before, *phi, save)
     return o, state
 
 

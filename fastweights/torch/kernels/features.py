@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fastweights.features import EPS, FeatureMap
 from fastweights.torch import functional
+from fastweights.torch.autograd import register
 from fastweights.torch.kernels import dpfp
 from fastweights.torch.kernels.chunks import exact_products
-from fastweights.torch.kernels.launch import on_device_of, register, start
+from fastweights.torch.kernels.launch import on_device_of, start
 
 KINDS = {"identity": 0, "relu": 1, "silu": 2, "elu+1": 3, "dpfp": 4}
 NORMS = {"none": 0, "sum": 1, "l2": 2}

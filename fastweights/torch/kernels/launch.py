@@ -1,4 +1,4 @@
-"""How kernels are compiled, started and made known to PyTorch, at little cost on the host."""
+"""How kernels are compiled and started, at little cost on the host."""
 
 import os
 import threading
@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import torch
 
-library = torch.library.Library("fastweights", "FRAGMENT")
 _compiled: dict[tuple, object] = {}
 _call = threading.local()  # .missing: kernels to compile, of a call that is gone through without starting any
 _STOP: dict[tuple, tuple] = {}  # or this: the call stops at the first
@@ -69,15 +68,3 @@ def _compile(job):
 def on_device_of(x):
     """Triton launches on the current device, which need not be that of x."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-def register(run, fake, changes=()):
-    """run as the operator fastweights::<its name>, which writes into the arguments named in `changes`.
-
-    `torch.library.custom_op` would add 0.1 ms to every call.
-    """
-    library.define(run.__name__ + torch.library.infer_schema(run, mutates_args=changes))
-    library.impl(run.__name__, run, "CUDA")
-    library.impl(run.__name__, run, "CPU")  # under Triton's interpreter
-    torch.library.register_fake(f"fastweights::{run.__name__}", fake, lib=library)
-    return getattr(torch.ops.fastweights, run.__name__).default

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.features import EPS, parse
+from fastweights.torch.autograd import register
 from fastweights.torch.kernels.features import KINDS, NORMS, _phi, _scale
-from fastweights.torch.kernels.launch import on_device_of, register, start
+from fastweights.torch.kernels.launch import on_device_of, start
 
 BV = 16  # columns of the memory per program: many programs, since one token keeps none of them busy for long
 
