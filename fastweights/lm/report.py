@@ -56,7 +56,7 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bo
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(7, 4), dpi=144, layout="constrained")
+    figure = Figure(figsize=(8, 4), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for score in scores:
@@ -68,7 +68,7 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bo
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right center")  # nowhere near the curves
     axes.set_title(
         f"{len(texts)} held-out documents, {sum(len(t.data) for t in texts):,} bytes", loc="left", fontsize=10
     )
