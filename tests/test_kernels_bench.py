@@ -43,6 +43,7 @@ def test_features_are_timed_and_checked():
     assert max(result.errors["chunked"].values()) < 1e-5
     out = io.StringIO()
     report.show([result], Console(file=out, width=120))
+    assert "1,40,2,4" in out.getvalue()
     assert "dpfp-3, sum" in out.getvalue()
     assert json.loads(json.dumps(report.payload("cpu", [result])))["results"][0]["features"] == "dpfp-3"
 
