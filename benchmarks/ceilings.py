@@ -9,6 +9,7 @@ import torch
 from triton.testing import do_bench
 
 from benchmarks.choose_blocks import SHAPES, stages
+from fastweights.torch.kernels.blocks import PIECE
 
 C = 64
 
@@ -21,8 +22,10 @@ def work(name, K, V):
     return {
         "INVERSE": (2 * (k + square), 2 * C * C * K + 9 * C**3),
         "WALK": (2 * (2 * k + 2 * v + square), walk),
-        "WALK, saving": (2 * (2 * k + 2 * v + square + memory), walk),
-        "REVERSE": (2 * (2 * k + 2 * v + square + memory), walk),
+        "WALK, saving": (2 * (2 * k + 3 * v + square + memory // PIECE), walk),
+        "REVERSE": (2 * (2 * k + 2 * v + square + memory // PIECE), walk),
+        "PAST": (2 * (3 * k + 3 * v + memory // PIECE), 2 * C * (3 * K * V + 2 * C * (K + V))),
+        "FUTURE": (2 * (4 * k + 3 * v + memory // PIECE), 2 * C * (3 * K * V + 2 * C * (K + V))),
         "LOCAL": (2 * (4 * k + 4 * v + square + 2 * memory), 2 * C * (4 * K * V + 3 * C * V + 4 * C * K)),
     }[name]
 
@@ -37,9 +40,10 @@ def main():
     rate = 2 * 8192**3 / measure(lambda: a @ b)
     print(f"a copy {bandwidth / 1e12:.2f} TB/s, a product {rate / 1e12:.0f} TFLOP/s")
     for (width, _), (B, T, H) in SHAPES.items():
-        clone = measure(lambda: torch.empty(B, T, H, width, dtype=torch.bfloat16, device="cuda").clone())  # noqa: B023
+        x = torch.empty(B, T, H, width, dtype=torch.bfloat16, device="cuda")
+        clone, clear = measure(x.clone), measure(x.zero_)
         for name, (_, call) in stages(width, B, T, H).items():
-            seconds = measure(call) - (clone if name == "LOCAL" else 0)
+            seconds = measure(call) - {"LOCAL": clone, "FUTURE": clear}.get(name, 0)
             moved, products = (B * T // C * H * n for n in work(name, width, width))
             shares = f"{moved / seconds / bandwidth:4.0%} of memory, {products / seconds / rate:4.0%} of products"
             print(f"({B},{T},{H},{width}) {name:12s} {seconds * 1e3:.3f} ms, {shares}", flush=True)

@@ -154,11 +154,31 @@ def test_keys_that_repeat(rng, dtype):
         assert error < 4 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
 
 
+def without_decay(rng, rule, **sizes):
+    """What gradients are walked for, piece by piece: the delta rule with its rates, and plain sums."""
+    args = problem(rng, decay=False, **sizes)
+    if rule == "sum":
+        del args["beta"]
+    return args
+
+
 @runs
+@pytest.mark.parametrize("K, V", [(80, 16), (16, 80)])
+@pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
-def test_packed_equals_each_by_itself(rng, rule):
-    cuts = [0, 1, 66, 66, 130]
-    args = tensors(problem(rng, B=1, T=130, H=2, K=16, V=16, sequences=4), torch.float32)
+def test_pieces(rng, monkeypatch, rule, read, K, V):
+    monkeypatch.setattr(kernels.blocks, "PIECE", 2)
+    check(without_decay(rng, rule, B=2, T=300, H=1, K=K, V=V), rule=rule, read=read)
+
+
+@runs
+@pytest.mark.parametrize("cuts", [[0, 1, 66, 66, 130], [0, 130, 130, 259, 300]])
+@pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_packed_equals_each_by_itself(rng, monkeypatch, rule, decay, cuts):
+    monkeypatch.setattr(kernels.blocks, "PIECE", 2)
+    sizes = dict(B=1, T=cuts[-1], H=2, K=16, V=16, sequences=4)
+    args = tensors(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), torch.float32)
     do, dS = torch.randn_like(args["v"]), torch.randn_like(args["state"])
     o, S = fast_weight(**args, rule=rule, cu_seqlens=torch.tensor(cuts, device=DEVICE), method="kernel")
     grads = torch.autograd.grad([o, S], list(args.values()), [do, dS])
@@ -177,7 +197,8 @@ def test_packed_equals_each_by_itself(rng, rule):
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_segments_in_parallel(rng, monkeypatch, rule, decay):
     monkeypatch.setattr(kernels.segments, "count", lambda *inputs: 2)
-    check(problem(rng, B=2, T=128, H=1, K=16, V=16, decay=decay), HALF[0], rule=rule)
+    sizes = dict(B=2, T=128, H=1, K=16, V=16)
+    check(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), HALF[0], rule=rule)
 
 
 @runs

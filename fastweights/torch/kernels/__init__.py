@@ -14,7 +14,7 @@ from fastweights.core import FastWeightError
 from fastweights.features import parse
 from fastweights.torch import autograd
 from fastweights.torch.autograd import register
-from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, segments, step
+from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, pieces, segments, step
 from fastweights.torch.kernels import features as maps
 from fastweights.torch.kernels.launch import on_device_of, together
 from fastweights.torch.layout import bound
@@ -66,40 +66,47 @@ def refusal(q: Tensor) -> str | None:
 
 
 def run_forward(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, features, norm, save):
-    """(o, final state, X, S): X the inverses, S the memory before each row, transposed, if saved."""
+    """(o, final state, X, S, u): the inverses, the memory before each piece, and what was written, if saved."""
     q, k = mapped(features, norm, q, k)
     shape, n = v.shape, segments.count(q, cu_seqlens, delta)
+    every = blocks.every(q.shape[-1], v.shape[-1], q.dtype, delta, beta, log_decay)
     q, k, v, beta, log_decay = segments.cut(n, *contiguous(q, k, v, beta, log_decay))
     state, how = state.contiguous(), dict(delta=delta, before=before, precision=float32_products())
-    layout = chunks.Layout.of(q, cu_seqlens)
+    layout = chunks.Layout.of(q, cu_seqlens, every)
     triton.set_allocator(scratch)
-    beta, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
+    beta, log_g = chunks.rates(beta, log_decay, layout, k)
     X = inverse.inverse(k, beta, log_g, layout, how["precision"]) if delta else None
     if n > 1:
         state = segments.before_each(q, k, v, beta, log_g, X, state, layout, **how)
-    o, state, S = forward.walk(q, k, v, beta, log_g, X, state, layout, **how, save=save)
+    o, state, S, u = forward.walk(q, k, v, beta, log_g, X, state, layout, **how, save=save)
     if n > 1:
         o, state = o.view(shape), state[n - 1 :: n].contiguous()
-    return o, state, X if save and delta else q.new_empty(0), S
+    return o, state, X if save and delta else q.new_empty(0), S, u.view(shape) if u.numel() else u
 
 
-def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm):
+def run_backward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, u, delta, before, features, norm):
     """Gradients of q, k, v, beta, log_decay (None where absent) and state."""
     raw = q, k
     q, k = mapped(features, norm, q, k)
     B, T, n = q.shape[0], q.shape[1], segments.count(q, cu_seqlens, delta)
+    every = blocks.every(q.shape[-1], v.shape[-1], q.dtype, delta, beta, log_decay)
     do, q, k, v, beta, log_decay = segments.cut(n, *contiguous(do, q, k, v, beta, log_decay))
     dfinal = None if dfinal is None else dfinal.contiguous()
     how = dict(delta=delta, before=before, precision=float32_products())
-    layout = chunks.Layout.of(q, cu_seqlens)
+    layout = chunks.Layout.of(q, cu_seqlens, every)
     triton.set_allocator(scratch)
     X = X if delta else None
-    beta_rows, log_g = chunks.rates(beta, log_decay, layout, q.shape[2])
+    beta_rows, log_g = chunks.rates(beta, log_decay, layout, k)
     if n > 1:
         dfinal = torch.zeros_like(state) if dfinal is None else dfinal
         dfinal = segments.after_each(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
-    dy, D, dstate = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how)
-    grads = list(backward.local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, **how))
+    dy, dstate, D = backward.reverse(q, k, beta_rows, log_g, X, do, dfinal, layout, **how, save=True)
+    if every > 1:
+        u = u if delta else v
+        dq, dk, dbeta = pieces.past(k, beta, S, do, u, dy, layout, **how)
+        grads = [dq, pieces.future(q, k, D, do, u, dy, dk, layout, **how), dy, dbeta, None]
+    else:
+        grads = list(backward.local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, **how))
     if n > 1:
         grads = [None if x is None else x.view(B, T, *x.shape[2:]) for x in grads]
         dstate = dstate[::n].contiguous()
@@ -131,31 +138,33 @@ def contiguous(*tensors):
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def saved_shapes(q, v, cu_seqlens, delta, name):
-    """Shapes of X and S that `run_forward` saves."""
+def saved_shapes(q, v, beta, log_decay, cu_seqlens, delta, name):
+    """Shapes of X, S and u that `run_forward` saves."""
     (B, T, H, D), V = q.shape, v.shape[-1]
     K = parse(name).width(D)
-    rows = bound(B, T, chunks.C, cu_seqlens)
-    return (rows, H, chunks.C, chunks.C) if delta else (0,), (rows, H, V, K)
+    every = blocks.every(K, V, q.dtype, delta, beta, log_decay)
+    rows, pieces = (bound(B, T, chunks.C * size, cu_seqlens) for size in (1, every))
+    X = (rows, H, chunks.C, chunks.C) if delta else (0,)
+    return X, (pieces, H, V, K), v.shape if delta and every > 1 else (0,)
 
 
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
     cu_seqlens: Tensor | None, delta: bool, before: bool, features: str, norm: str, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs, how = (q, k, v, beta, log_decay, state, cu_seqlens), (delta, before, features, norm)
 
     def with_backward():  # which will follow
-        o, _, X, S = run_forward(*inputs, *how, save)
+        o, _, *saved = run_forward(*inputs, *how, save)
         if save:
-            run_backward(o, None, *inputs, X, S, *how)
+            run_backward(o, None, *inputs, *saved, *how)
 
     with on_device_of(q):
         return together(lambda: run_forward(*inputs, *how, save), with_backward, q)
 
 
 def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, features, norm, save):
-    shapes = saved_shapes(q, v, cu_seqlens, delta, features) if save else ((0,),) * 2
+    shapes = saved_shapes(q, v, beta, log_decay, cu_seqlens, delta, features) if save else ((0,),) * 3
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         state.new_empty(state.shape),
@@ -165,13 +174,13 @@ def kernel_fake(q, k, v, beta, log_decay, state, cu_seqlens, delta, before, feat
 
 def kernel_backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None,
-    state: Tensor, cu_seqlens: Tensor | None, X: Tensor, S: Tensor,
+    state: Tensor, cu_seqlens: Tensor | None, X: Tensor, S: Tensor, u: Tensor,
     delta: bool, before: bool, features: str, norm: str,
 ) -> autograd.Gradients:  # fmt: skip
     inputs, how = (q, k, v, beta, log_decay, state, cu_seqlens), (delta, before, features, norm)
 
     def run():
-        saved = X, S
+        saved = X, S, u
         if q.numel() and not S.numel():  # nothing was saved: a transform hid that a gradient would be asked for
             saved = run_forward(*inputs, *how, True)[2:]
         return run_backward(do, dfinal, *inputs, *saved, *how)
@@ -182,7 +191,9 @@ def kernel_backward(
     return dq, dk, dv, dbeta, dlog_decay, dstate  # an operator cannot return None
 
 
-def kernel_backward_fake(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm):
+def kernel_backward_fake(
+    do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, u, delta, before, features, norm
+):
     like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (beta, log_decay))
     return *like, *rates, state.new_empty(state.shape)
@@ -219,8 +230,9 @@ class KernelBackward(autograd.ChunkedBackward):
     """`backward_op`; its own gradient, for second derivatives, is that of `autograd.plain`."""
 
     @staticmethod
-    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm):
-        return backward_op(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, delta, before, features, norm)
+    def forward(do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens, X, S, u, delta, before, features, norm):
+        inputs = (do, dfinal, q, k, v, beta, log_decay, state, cu_seqlens)
+        return backward_op(*inputs, X, S, u, delta, before, features, norm)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -7,6 +7,7 @@ import triton.language as tl
 from fastweights.torch.kernels import blocks, wide
 from fastweights.torch.kernels.chunks import (
     C,
+    decay,
     describe,
     find_row,
     find_sequence,
@@ -25,8 +26,8 @@ from fastweights.torch.kernels.chunks import (
 def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
-             PACKED: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-             TMA: tl.constexpr):  # fmt: skip
+             PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+             STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
@@ -35,7 +36,7 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
     e = column + tl.arange(0, BV)  # row of D: value feature
     at_D = d[None, :] * V + e[:, None]
     in_D = (d < K)[None, :] & (e < V)[:, None]
-    first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
+    first, length, row0, piece0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
     D = tl.zeros([BV, BK], tl.float32)
     if D1 is not None:
         D = tl.load(D1 + (n * H + head) * K * V + at_D, mask=in_D, other=0.0)
@@ -53,8 +54,10 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         q_i = load_tile(q, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
         do_i = tl.trans(load_tile(do, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
         D_low = D.to(dtype)
-        if OUT:
-            store_block(D_saved, D_low, at, column, 0, V, K, BV, BK)
+        if SAVE:
+            piece = (piece0 + step // SAVE) * H + head
+            ends = (back == 0) | (step % SAVE == SAVE - 1)
+            store_block(D_saved, D_low, piece, column, 0, V, K, BV, BK, ends)
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
         A = product(q_i, tl.trans(k_i), None, PRECISION)  # [C, C]
         du = product(D_low, tl.trans(k_i), None, PRECISION)  # [BV, C]
@@ -63,10 +66,10 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
             log_r = read_decay(log_g + at * C, i, BEFORE)
-            A *= tl.exp(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
-            du *= tl.exp(log_end - log_g_i)[None, :]
-            do_r = (do_i * tl.exp(log_r)[None, :]).to(dtype)
-            D *= tl.exp(log_end)
+            A *= decay(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
+            du *= decay(log_end - log_g_i)[None, :]
+            do_r = (do_i * decay(log_r)[None, :]).to(dtype)
+            D *= decay(log_end)
         du = product(do_i, tl.where(seen, A, 0.0).to(dtype), du, PRECISION)
         D = product(do_r, q_i, D, PRECISION)
         if DELTA:
@@ -75,8 +78,10 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
             z = -du
             if BETA:
                 z *= tl.load(beta + at * C + i)[None, :]
+            if SAVE > 1:
+                du = -z
             if DECAY:
-                z *= tl.exp(log_g_i)[None, :]
+                z *= decay(log_g_i)[None, :]
             D = product(z.to(dtype), k_i, D, PRECISION)
         if OUT:
             store_tile(dy, tl.trans(du), token, head, column, left, H, V, C, BV, TMA)
@@ -159,7 +164,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
         b = tl.load(beta + at * C + i)
     if DECAY:
         log_g_i = tl.load(log_g + at * C + i)
-        g = tl.exp(log_g_i)
+        g = decay(log_g_i)
     if whole:
         do_i, dv_i, u_i, dA, R, gb, gr = _values(
             k, v, X, S, do, dy, b, g, at, token, head, left, 0, dA, R, gb, gr,
@@ -176,8 +181,8 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     if DECAY:
         log_end = tl.load(log_g + at * C + C - 1)
         log_r = read_decay(log_g + at * C, i, BEFORE)
-        dA *= tl.exp(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
-        R *= tl.exp(tl.where(below, log_g_i[:, None] - log_g_i[None, :], 0.0))
+        dA *= decay(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
+        R *= decay(tl.where(below, log_g_i[:, None] - log_g_i[None, :], 0.0))
         A = tl.zeros([C, C], tl.float32)
         for first_d in range(0, K, BK):
             k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
@@ -218,12 +223,12 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
             if DELTA:
                 gS = product(S_i, tl.trans(dv_i), gS, PRECISION)
             if DECAY:
-                kept += tl.sum(D_i.to(tl.float32) * S_i) * tl.exp(log_end)
+                kept += tl.sum(D_i.to(tl.float32) * S_i) * decay(log_end)
         k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))  # [BK, C]
         q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
         if DECAY:
-            gq *= tl.exp(log_r)[None, :]
-            gk *= tl.exp(log_end - log_g_i)[None, :]
+            gq *= decay(log_r)[None, :]
+            gk *= decay(log_end - log_g_i)[None, :]
             gS *= g[None, :]
             reads += tl.sum(q_i * gq, 0)
             writes += tl.sum(k_i * gk, 0)
@@ -243,16 +248,18 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
         tl.store(dbeta + rate, gb.to(dbeta.dtype.element_ty), mask=i < left)
 
 
-def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precision, out=True):
-    """(dy, D after each row, gradient of the state before the first token); the first two empty unless `out`.
+def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precision, out=True, save=False):
+    """(dy, gradient of the state before the first token, D after each piece, transposed): empty if not asked for.
 
+    Where pieces are longer than a row, which has its rates by itself, dy is dv at once.
     dfinal: gradient of the state after the last token, none when absent.
     """
     H, K, V = q.shape[2], q.shape[3], do.shape[3]
     dy = torch.empty(do.shape if out else 0, dtype=do.dtype, device=do.device)
-    D = torch.empty((layout.room, H, V, K) if out else 0, dtype=do.dtype, device=do.device)
+    save = layout.every if save else 0
+    D = torch.empty((layout.pieces.room, H, V, K) if save else 0, dtype=do.dtype, device=do.device)
     dstate = torch.empty(layout.sequences, H, K, V, dtype=torch.float32, device=do.device)
-    how = (delta, before, beta is not None, log_g is not None, layout.of_row is not None, out, precision)
+    how = (delta, before, beta is not None, log_g is not None, layout.of_row is not None, out, save, precision)
     if dstate.numel() and (BK := blocks.wide(k)):
         dstate = dstate.zero_() if dfinal is None else dstate.copy_(dfinal)
         launch(
@@ -264,7 +271,7 @@ def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precisio
             _reverse, (-(-V // BV), layout.sequences * H), layout,
             (q, k, beta, log_g, X, do, dfinal, dy, D, dstate),
             (H, K, V, C, BK, BV, *how, stages, TMA), num_warps=warps)  # fmt: skip
-    return dy, D, dstate
+    return dy, dstate, D
 
 
 def local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, *, delta, before, precision):

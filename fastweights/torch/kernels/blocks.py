@@ -9,19 +9,34 @@ from functools import cache
 import torch
 
 # (warps, stages). Walks: by the width of a block of keys and whether there are more programs than multiprocessors, for
-# 16-bit numbers by the copy engine. Local gradients: by the width of a block of values. Inverses: of a block of keys.
+# 16-bit numbers by the copy engine.
 WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
 REVERSE = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
+# (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the copy engine.
+PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
+FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
+# (warps, stages). Local gradients: by the width of a block of values. Inverses: of a block of keys.
 LOCAL = {64: (4, 1), 128: (4, 1)}
 INVERSE = {64: (4, 1), 128: (4, 1)}
 
-
+PIECE = 16  # rows
 ON_CHIP = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}  # widest keys whose memory fits registers
 
 
 def wide(k):
     """BK of the walks in wide.py, or None where the memory fits registers."""
     return None if k.shape[-1] <= ON_CHIP[k.dtype] else 64 if k.dtype == torch.float32 else 128
+
+
+def every(K, V, dtype, delta, beta, log_decay):
+    """Rows in a piece: 1 where gradients of q and k are made row by row, from the memory before and after each.
+
+    Those of decay need both. Half precision has too little range to divide by beta, and registers too little room for
+    wide values.
+    """
+    by_row = log_decay is not None or ON_CHIP[dtype] < K or V > 128
+    by_row |= beta is not None and (not delta or dtype == torch.float16)
+    return 1 if by_row else PIECE
 
 
 def block(width):
@@ -40,6 +55,19 @@ def walks(layout, k, V, table):
         many = layout.sequences * k.shape[2] * -(-V // 64) > _multiprocessors(k.device)
         return True, BK, 64, *table[BK, many]
     return False, BK, BV, 4, 2
+
+
+def pieces(layout, k, V, delta, table):
+    """(TMA, BV, BK, warps, stages) of the walks over pieces."""
+    BV = block(V)
+    BK, warps, stages = table[BV, delta]
+    if k.dtype == torch.float32:
+        return False, BV, 64, 8 if BV > 64 else 4, 1
+    if BV == 64:
+        return False, BV, BK, warps, stages
+    if k.shape[-1] % BK == 0 and copied_by_engine(layout, k, k.shape[-1], V, BV):
+        return True, BV, BK, warps, stages
+    return False, BV, 64, 4, 1 if delta else 2
 
 
 def copied_by_engine(layout, q, BK, V, BV):

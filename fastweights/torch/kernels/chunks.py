@@ -4,7 +4,7 @@ Tokens of all sequences form one axis, (B * T, H, width). A row is one chunk of 
 sequence follow each other. Without packing both are arithmetic; packed, two small tables say it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -29,37 +29,55 @@ class Layout:
     whole: bool  # no row is cut short
     T: int
     per: int
-    of_sequence: torch.Tensor | None = None  # (sequences, 3): first token, tokens, first row
+    every: int = 1  # rows in a piece, at whose ends the memory is kept for the backward pass
+    of_sequence: torch.Tensor | None = None  # (sequences, 4): first token, tokens, first row, first piece
     of_row: torch.Tensor | None = None  # (rows, 2): first token, tokens of the sequence from there on
+    of_piece: torch.Tensor | None = None  # (pieces, 2): the same
 
     @classmethod
-    def of(cls, q, cu_seqlens):
+    def of(cls, q, cu_seqlens, every=1):
         B, T = q.shape[:2]
         if cu_seqlens is None:
             per = -(-T // C)
-            return cls(B, B * per, B * per, B * T, T % C == 0, T, per)
+            return cls(B, B * per, B * per, B * T, T % C == 0, T, per, every)
         offsets = cu_seqlens.tolist()
         check_offsets(offsets, T)
-        return cls.packed(offsets, q.device)
+        return cls.packed(offsets, q.device, every)
 
     @classmethod
-    def packed(cls, offsets, device):
+    def packed(cls, offsets, device, every):
         start = torch.tensor(offsets[:-1])
         length = torch.tensor(offsets[1:]) - start
-        chunks = (length + C - 1) // C
-        last = chunks.cumsum(0)
-        sequence = torch.repeat_interleave(torch.arange(len(start)), chunks)
-        step = torch.arange(len(sequence)) - (last - chunks)[sequence]
-        of_sequence = torch.stack([start, length, last - chunks], 1)
-        of_row = torch.stack([start[sequence] + step * C, length[sequence] - step * C], 1)
+        first_row, of_row = _cut(start, length, C)
+        first_piece, of_piece = _cut(start, length, C * every)
+        of_sequence = torch.stack([start, length, first_row, first_piece], 1)
         room = offsets[-1] // C + len(start)
         whole = not (length % C).any().item()
-        return cls(len(start), len(sequence), room, offsets[-1], whole, 0, 0, of_sequence.to(device), of_row.to(device))
+        tables = (x.to(device) for x in (of_sequence, of_row, of_piece))
+        return cls(len(start), len(of_row), room, offsets[-1], whole, 0, 0, every, *tables)
+
+    @property
+    def pieces(self):
+        """The same, with pieces for rows."""
+        per, T = -(-self.per // self.every), self.tokens
+        rows, room = (self.sequences * per,) * 2
+        if self.of_piece is not None:
+            rows, room = len(self.of_piece), T // (C * self.every) + self.sequences
+        return replace(self, rows=rows, room=room, per=per, every=1, of_row=self.of_piece)
 
     @property
     def arguments(self):
         """What every kernel takes, after its tensors, to find its tokens."""
         return self.of_sequence, self.of_row, self.T, self.per, self.tokens
+
+
+def _cut(start, length, size):
+    """(first part of each sequence, first token and tokens left of each part), parts of `size` tokens."""
+    parts = (length + size - 1) // size
+    first = parts.cumsum(0) - parts
+    sequence = torch.repeat_interleave(torch.arange(len(start)), parts)
+    token = (torch.arange(len(sequence)) - first[sequence]) * size
+    return first, torch.stack([start[sequence] + token, length[sequence] - token], 1)
 
 
 def launch(kernel, grid, layout, tensors, constants, **options):
@@ -68,12 +86,13 @@ def launch(kernel, grid, layout, tensors, constants, **options):
 
 
 @triton.jit
-def find_sequence(of_sequence, T, per, n, PACKED: tl.constexpr):
-    """First token, number of tokens and first row of sequence n."""
+def find_sequence(of_sequence, T, per, n, EVERY: tl.constexpr, PACKED: tl.constexpr):
+    """First token, number of tokens, first row and first piece of EVERY rows of sequence n."""
     if PACKED:
-        return tl.load(of_sequence + 3 * n), tl.load(of_sequence + 3 * n + 1), tl.load(of_sequence + 3 * n + 2)
+        at = of_sequence + 4 * n
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
-        return n * T, n * 0 + T, n * per
+        return n * T, n * 0 + T, n * per, n * tl.cdiv(per, EVERY)
 
 
 INTERPRETED = type(find_sequence).__name__ == "InterpretedFunction"  # Triton's own mode for a CPU
@@ -139,11 +158,14 @@ def load_block(x, at, row, column, K: tl.constexpr, V: tl.constexpr,
 
 
 @triton.jit
-def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """The inverse of `load_block`."""
+def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                wanted=None):  # fmt: skip
+    """The inverse of `load_block`, if wanted."""
     d = row + tl.arange(0, BK)
     e = column + tl.arange(0, BV)
     mask = (d < K)[:, None] & (e < V)[None, :]
+    if wanted is not None:
+        mask &= wanted
     tl.store(x + at * K * V + d[:, None] * V + e[None, :], value.to(x.dtype.element_ty), mask=mask)
 
 
@@ -177,12 +199,24 @@ def _round(x):
 
 
 @triton.jit
+def decay(log):
+    """The factor of which this is the logarithm, or the difference of two, in float32."""
+    return tl.exp(log.to(tl.float32))
+
+
+@triton.jit
 def read_decay(log_g, i, BEFORE: tl.constexpr):
     """log r: the decay of what token i reads, from log_g (C,) of its chunk."""
     if BEFORE:
         return tl.load(log_g + i - 1, mask=i > 0, other=0.0)
     else:
         return tl.load(log_g + i)
+
+
+@triton.jit
+def divisor(b):
+    """A write rate of zero as one that writes nothing, and that one can divide by, twice."""
+    return tl.where(tl.abs(b) < 1e-15, 1e-15, b)
 
 
 @triton.jit
@@ -198,20 +232,25 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
     target = (row * H + head)[None, :] * C + i[:, None]
     if BETA:
         b = tl.load(beta + source, mask=inside, other=0.0).to(tl.float32)
-        b = tl.where(tl.abs(b) < 1e-30, 1e-30, b)  # writes nothing, and can be divided by
+        b = divisor(b)
         tl.store(beta_rows + target, b, mask=(head < H)[None, :])
     if DECAY:
         a = tl.load(log_decay + source, mask=inside, other=0.0).to(tl.float32)
-        tl.store(log_g + target, tl.cumsum(a.to(tl.float64), 0).to(tl.float32), mask=(head < H)[None, :])
+        tl.store(log_g + target, tl.cumsum(a.to(tl.float64), 0).to(log_g.dtype.element_ty), mask=(head < H)[None, :])
 
 
-def rates(beta, log_decay, layout, H):
-    """beta and the running sum of log_decay within each row, as (rows, H, C) float32, no rates in the padding."""
+def rates(beta, log_decay, layout, k):
+    """beta and the running sum of log_decay within each row, as (rows, H, C), no rates in the padding.
+
+    For float32 the sum is in float64: of two that are close, the difference would keep too few digits.
+    """
+    H = k.shape[2]
     given = [x for x in (beta, log_decay) if x is not None]
     if not given or not layout.rows:
         return None, None
-    make = lambda x: None if x is None else torch.empty(layout.rows, H, C, dtype=torch.float32, device=x.device)  # noqa: E731
-    beta_rows, log_g = make(beta), make(log_decay)
+    make = lambda x, dtype: None if x is None else torch.empty(layout.rows, H, C, dtype=dtype, device=x.device)  # noqa: E731
+    sums = torch.float64 if k.dtype == torch.float32 else torch.float32
+    beta_rows, log_g = make(beta, torch.float32), make(log_decay, sums)
     BH = min(16, 1 << (H - 1).bit_length())
     launch(
         _rates, (layout.rows, -(-H // BH)), layout, (beta, log_decay, beta_rows, log_g),

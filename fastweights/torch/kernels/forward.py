@@ -12,6 +12,7 @@ import triton.language as tl
 from fastweights.torch.kernels import blocks, wide
 from fastweights.torch.kernels.chunks import (
     C,
+    decay,
     describe,
     find_sequence,
     launch,
@@ -26,7 +27,7 @@ from fastweights.torch.kernels.chunks import (
 
 
 @triton.jit
-def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T, per, tokens,
+def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -39,13 +40,15 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
     e = column + tl.arange(0, BV)  # row of S: value feature
     at_S = d[None, :] * V + e[:, None]
     in_S = (d < K)[None, :] & (e < V)[:, None]
-    first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
+    first, length, row0, piece0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
     S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)  # [BV, BK]
     k = describe(k, tokens, H * K, C, BK, TMA)
     if VALUES:
         v = describe(v, tokens, H * V, C, BV, TMA)
     if OUT:
         q, o = describe(q, tokens, H * K, C, BK, TMA), describe(o, tokens, H * V, C, BV, TMA)
+    if DELTA and SAVE > 1:
+        u_saved = describe(u_saved, tokens, H * V, C, BV, TMA)
     if DELTA:
         X = describe(X, tokens * H, C, C, C, TMA)
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
@@ -55,7 +58,8 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
             u = tl.trans(load_tile(v, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
         S_low = S.to(dtype)
         if SAVE:
-            store_block(S_saved, S_low, at, column, 0, V, K, BV, BK)
+            piece = (piece0 + step // SAVE) * H + head
+            store_block(S_saved, S_low, piece, column, 0, V, K, BV, BK, step % SAVE == 0)
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
@@ -63,11 +67,13 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
             X_i = load_block(X, at, 0, 0, C, C, C, C, TMA)  # [C, C]
             kS = product(S_low, tl.trans(k_i), None, PRECISION)
             if DECAY:
-                kS *= tl.exp(log_g_i)[None, :]
+                kS *= decay(log_g_i)[None, :]
             y = u - kS if VALUES else -kS
             if BETA:
                 y *= tl.load(beta + at * C + i)[None, :]
             u = solve(y.to(dtype), tl.trans(X_i), PRECISION).to(dtype)
+            if SAVE > 1:
+                store_tile(u_saved, tl.trans(u), token, head, column, left, H, V, C, BV, TMA)
         elif BETA:
             u = (u * tl.load(beta + at * C + i)[None, :]).to(dtype)
         if OUT:
@@ -77,23 +83,28 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, of_sequence, of_row, T
             o_i = product(S_low, tl.trans(q_i), None, PRECISION)  # [BV, C]
             if DECAY:
                 log_r = read_decay(log_g + at * C, i, BEFORE)
-                A *= tl.exp(tl.where(seen, log_r[None, :] - log_g_i[:, None], 0.0))
-                o_i *= tl.exp(log_r)[None, :]
+                A *= decay(tl.where(seen, log_r[None, :] - log_g_i[:, None], 0.0))
+                o_i *= decay(log_r)[None, :]
             o_i = product(u, tl.where(seen, A, 0.0).to(dtype), o_i, PRECISION)
             store_tile(o, tl.trans(o_i), token, head, column, left, H, V, C, BV, TMA)
         if DECAY:
-            S *= tl.exp(log_end)
-            u = (u * tl.exp(log_end - log_g_i)[None, :]).to(dtype)
+            S *= decay(log_end)
+            u = (u * decay(log_end - log_g_i)[None, :]).to(dtype)
         S = product(u, k_i, S, PRECISION)
     tl.store(S1 + (n * H + head) * K * V + at_S, S, mask=in_S)
 
 
 def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, out=True, save=False):
-    """(o, state after the last token, S before each row, transposed): empty if not asked for. No v: no values."""
+    """(o, state after the last token, S before each piece, transposed, u): empty if not asked for. No v: no values.
+
+    u is saved where pieces are longer than a row: a row has its own by what it needs anyway.
+    """
     H, K, V = k.shape[2], k.shape[3], state.shape[-1]
     like = dict(dtype=k.dtype, device=k.device)
     o = torch.empty((*k.shape[:3], V) if out else 0, **like)
-    S = torch.empty((layout.room, H, V, K) if save else 0, **like)
+    save = layout.every if save else 0
+    S = torch.empty((layout.pieces.room, H, V, K) if save else 0, **like)
+    u = torch.empty(o.shape if delta and save > 1 else 0, **like)
     BK = blocks.wide(k)
     after = state.clone() if BK else torch.empty_like(state)
     how = (delta, before, beta is not None, log_g is not None, layout.of_row is not None, out, save, precision,
@@ -105,6 +116,7 @@ def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, ou
     elif state.numel():
         TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK)
         launch(
-            _forward, (-(-V // BV), layout.sequences * H), layout, (q, k, v, beta, log_g, X, state, o, after, S),
+            _forward, (-(-V // BV), layout.sequences * H), layout,
+            (q, k, v, beta, log_g, X, state, o, after, S, u),
             (H, K, V, C, BK, BV, *how, stages, TMA), num_warps=warps)  # fmt: skip
-    return o, after, S
+    return o, after, S, u

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks
-from fastweights.torch.kernels.chunks import C, find_row, launch, load_tile, product
+from fastweights.torch.kernels.chunks import C, decay, find_row, launch, load_tile, product
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
     below = i[:, None] > i[None, :]
     if DECAY:
         g = tl.load(log_g + at * C + i)
-        L *= tl.exp(tl.where(below, g[:, None] - g[None, :], 0.0))
+        L *= decay(tl.where(below, g[:, None] - g[None, :], 0.0))
     if BETA:
         L *= tl.load(beta + at * C + i)[:, None]
     X_i = _invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)

@@ -18,7 +18,7 @@ def count(q, cu_seqlens, delta):
     if cu_seqlens is not None or not B * H or blocks.wide(q):
         return 1
     n = 1
-    while 2 * n * B * H <= FULL and T % (2 * n * chunks.C) == 0 and T // (2 * n * chunks.C) >= 32:
+    while 2 * n * B * H <= FULL and T % (2 * n * blocks.PIECE * chunks.C) == 0 and T // (2 * n * chunks.C) >= 32:
         n *= 2
     return n if n >= (8 if delta else 2) else 1  # M is known beforehand for sums
 
@@ -40,7 +40,7 @@ def transition(k, beta, log_g, X, layout, precision):
                             out=False)[1]  # fmt: skip
     if log_g is None:
         return None
-    return log_g[:, :, -1].unflatten(0, (layout.sequences, -1)).sum(1).exp()[..., None, None]
+    return log_g[:, :, -1].unflatten(0, (layout.sequences, -1)).sum(1).exp().float()[..., None, None]
 
 
 def chain(start, M, N):
@@ -65,7 +65,7 @@ def before_each(q, k, v, beta, log_g, X, state, layout, **how):
 
 def after_each(q, k, beta, log_g, X, do, dfinal, layout, **how):
     """The gradient of the memory after each segment."""
-    E = backward.reverse(q, k, beta, log_g, X, do, None, layout, **how, out=False)[2]
+    E = backward.reverse(q, k, beta, log_g, X, do, None, layout, **how, out=False)[1]
     M = transition(k, beta, log_g, X, layout, how["precision"])
     turn = lambda x: x.unflatten(0, (len(dfinal), -1)).flip(1).flatten(0, 1)  # noqa: E731
     return turn(chain(dfinal, None if M is None else turn(M.mT), turn(E)))

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels.chunks import (
+    decay,
     find_sequence,
     load_block,
     load_tile,
@@ -29,7 +30,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
     column = tl.program_id(0) * BV
-    first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
+    first, length, row0, _ = find_sequence(of_sequence, T, per, n, 1, PACKED)
     for step in range(0, tl.cdiv(length, C)):
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
         u = tl.zeros([BV, C], dtype)
@@ -53,8 +54,8 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
-            end = tl.exp(log_end)
-            kS *= tl.exp(log_g_i)[None, :]
+            end = decay(log_end)
+            kS *= decay(log_g_i)[None, :]
         y = u - kS
         if BETA:
             y *= tl.load(beta + at * C + i)[None, :]
@@ -65,12 +66,12 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
             seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
             if DECAY:
                 log_r = read_decay(log_g + at * C, i, BEFORE)
-                A *= tl.exp(tl.where(seen, log_r[None, :] - log_g_i[:, None], 0.0))
-                o_i *= tl.exp(log_r)[None, :]
+                A *= decay(tl.where(seen, log_r[None, :] - log_g_i[:, None], 0.0))
+                o_i *= decay(log_r)[None, :]
             o_i = product(u, tl.where(seen, A, 0.0).to(dtype), o_i, PRECISION)
             store_tile(o, tl.trans(o_i), token, head, column, left, H, V, C, BV)
         if DECAY:
-            u = (u * tl.exp(log_end - log_g_i)[None, :]).to(dtype)
+            u = (u * decay(log_end - log_g_i)[None, :]).to(dtype)
         tl.debug_barrier()  # the memory has been read
         for d in range(0, K, BK):
             k_d = load_tile(k, token, head, d, left, H, K, C, BK)
@@ -84,12 +85,12 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
 def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, per, tokens,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
-            PACKED: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
     column = tl.program_id(0) * BV
-    first, length, row0 = find_sequence(of_sequence, T, per, n, PACKED)
+    first, length, row0, _ = find_sequence(of_sequence, T, per, n, 1, PACKED)
     chunks = tl.cdiv(length, C)
     for back in range(0, chunks):
         step = chunks - 1 - back
@@ -101,7 +102,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
             D_d = tl.trans(load_block(D, n * H + head, d, column, K, V, BK, BV).to(dtype))  # [BV, BK]
             k_d = load_tile(k, token, head, d, left, H, K, C, BK)  # [C, BK]
             q_d = load_tile(q, token, head, d, left, H, K, C, BK)
-            if OUT:
+            if SAVE:
                 store_block(D_saved, D_d, at, column, d, V, K, BV, BK)
             A = product(q_d, tl.trans(k_d), A, PRECISION)
             du = product(D_d, tl.trans(k_d), du, PRECISION)
@@ -112,10 +113,10 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
             log_r = read_decay(log_g + at * C, i, BEFORE)
-            A *= tl.exp(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
-            du *= tl.exp(log_end - log_g_i)[None, :]
-            do_r = (do_i * tl.exp(log_r)[None, :]).to(dtype)
-            end = tl.exp(log_end)
+            A *= decay(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
+            du *= decay(log_end - log_g_i)[None, :]
+            do_r = (do_i * decay(log_r)[None, :]).to(dtype)
+            end = decay(log_end)
         du = product(do_i, tl.where(seen, A, 0.0).to(dtype), du, PRECISION)
         if DELTA:
             du = solve(du.to(dtype), load_block(X, at, 0, 0, C, C, C, C), PRECISION)
@@ -123,7 +124,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
         if BETA:
             z *= tl.load(beta + at * C + i)[None, :]
         if DECAY:
-            z *= tl.exp(log_g_i)[None, :]
+            z *= decay(log_g_i)[None, :]
         z = z.to(dtype)
         if OUT:
             store_tile(dy, tl.trans(du), token, head, column, left, H, V, C, BV)

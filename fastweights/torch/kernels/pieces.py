@@ -1,0 +1,135 @@
+"""Gradients of q and k without decay: walks over pieces of all sequences at once, BK key features at a time.
+
+Queries read a sum over the past, o_i = sum_j (q_i . k_j) u_j, and keys do, u_i = b (v_i - sum_j (k_i . k_j) u_j).
+With dv the gradient of v, theirs are such sums too, over the past j < i (the memory S) and the future j > i (D):
+    dq_i = sum over the past of (do_i . u_j) k_j
+    dk_i = sum over the future of (do_j . u_i) q_j - (dv_j . u_i) k_j, less that over the past of (dv_i . u_j) k_j
+To walk a piece, the memory at its beginning and the gradient of the memory at its end are enough.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastweights.torch.kernels import blocks
+from fastweights.torch.kernels.chunks import (
+    C,
+    describe,
+    divisor,
+    find_row,
+    launch,
+    load_block,
+    load_tile,
+    product,
+    store_tile,
+)
+
+
+@triton.jit
+def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_piece, T, per, tokens,
+          H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+          DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, EVERY: tl.constexpr,
+          PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """dq, dbeta, and what a key reads of dk, with its sign turned."""
+    at = tl.program_id(1).to(tl.int64)
+    piece, head = at // H, at % H
+    column = tl.program_id(0) * BK
+    dtype = k.dtype.element_ty
+    i = tl.arange(0, C)
+    first, rest = find_row(of_piece, T, per, piece, EVERY * C, PACKED)
+    S_i = tl.trans(load_block(S, at, 0, column, V, K, BV, BK)).to(tl.float32)  # [BK, BV]
+    do, u = describe(do, tokens, H * V, C, BV, TMA), describe(u, tokens, H * V, C, BV, TMA)
+    k, dq = describe(k, tokens, H * K, C, BK, TMA), describe(dq, tokens, H * K, C, BK, TMA)
+    if DELTA:
+        dv, dk = describe(dv, tokens, H * V, C, BV, TMA), describe(dk, tokens, H * K, C, BK, TMA)
+    for step in tl.range(0, tl.cdiv(tl.minimum(rest, EVERY * C), C), num_stages=STAGES):
+        token, left = first + step * C, rest - step * C
+        u_i = load_tile(u, token, head, 0, left, H, V, C, BV, TMA)  # [C, BV]
+        do_i = load_tile(do, token, head, 0, left, H, V, C, BV, TMA)
+        k_i = tl.trans(load_tile(k, token, head, column, left, H, K, C, BK, TMA))  # [BK, C]
+        S_low = S_i.to(dtype)
+        seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
+        A = product(u_i, tl.trans(do_i), None, PRECISION)  # [C, C], a column for each query
+        gq = product(S_low, tl.trans(do_i), None, PRECISION)  # [BK, C]
+        gq = product(k_i, tl.where(seen, A, 0.0).to(dtype), gq, PRECISION)
+        store_tile(dq, tl.trans(gq), token, head, column, left, H, K, C, BK, TMA)
+        if DELTA:
+            dv_i = load_tile(dv, token, head, 0, left, H, V, C, BV, TMA)
+            A = product(u_i, tl.trans(dv_i), None, PRECISION)
+            gk = product(S_low, tl.trans(dv_i), None, PRECISION)
+            gk = product(k_i, tl.where(i[:, None] < i[None, :], A, 0.0).to(dtype), gk, PRECISION)
+            store_tile(dk, tl.trans(gk), token, head, column, left, H, K, C, BK, TMA)
+            if BETA:  # u and dv hold the rate as a factor
+                rate, mine = (token + i) * H + head, i < tl.where(column == 0, left, 0)
+                b = divisor(tl.load(beta + rate, mask=mine, other=1.0).to(tl.float32))
+                gb = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1) / b / b
+                tl.store(dbeta + rate, gb.to(dbeta.dtype.element_ty), mask=mine)
+        S_i = product(k_i, u_i, S_i, PRECISION)
+
+
+@triton.jit
+def _future(q, do, u, dv, k, D, dk, of_sequence, of_piece, T, per, tokens,
+            H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+            DELTA: tl.constexpr, BEFORE: tl.constexpr, EVERY: tl.constexpr,
+            PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """dk: what a key writes, less what `_past` left there."""
+    at = tl.program_id(1).to(tl.int64)
+    piece, head = at // H, at % H
+    column = tl.program_id(0) * BK
+    dtype = q.dtype.element_ty
+    i = tl.arange(0, C)
+    first, rest = find_row(of_piece, T, per, piece, EVERY * C, PACKED)
+    D_i = tl.trans(load_block(D, at, 0, column, V, K, BV, BK)).to(tl.float32)  # [BK, BV]
+    do, u = describe(do, tokens, H * V, C, BV, TMA), describe(u, tokens, H * V, C, BV, TMA)
+    q, dk = describe(q, tokens, H * K, C, BK, TMA), describe(dk, tokens, H * K, C, BK, TMA)
+    if DELTA:
+        dv, k = describe(dv, tokens, H * V, C, BV, TMA), describe(k, tokens, H * K, C, BK, TMA)
+    steps = tl.cdiv(tl.minimum(rest, EVERY * C), C)
+    for back in tl.range(0, steps, num_stages=STAGES):
+        step = steps - 1 - back
+        token, left = first + step * C, rest - step * C
+        u_i = load_tile(u, token, head, 0, left, H, V, C, BV, TMA)  # [C, BV]
+        do_i = load_tile(do, token, head, 0, left, H, V, C, BV, TMA)
+        q_i = tl.trans(load_tile(q, token, head, column, left, H, K, C, BK, TMA))  # [BK, C]
+        D_low = D_i.to(dtype)
+        seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+        A = product(do_i, tl.trans(u_i), None, PRECISION)  # [C, C], a row for each query
+        gk = product(D_low, tl.trans(u_i), None, PRECISION)  # [BK, C]
+        gk = product(q_i, tl.where(seen, A, 0.0).to(dtype), gk, PRECISION)
+        D_i = product(q_i, do_i, D_i, PRECISION)
+        if DELTA:
+            dv_i = load_tile(dv, token, head, 0, left, H, V, C, BV, TMA)
+            k_i = -tl.trans(load_tile(k, token, head, column, left, H, K, C, BK, TMA))
+            A = product(dv_i, tl.trans(u_i), None, PRECISION)
+            gk = product(k_i, tl.where(i[:, None] > i[None, :], A, 0.0).to(dtype), gk, PRECISION)
+            D_i = product(k_i, dv_i, D_i, PRECISION)
+            gk -= tl.trans(load_tile(dk, token, head, column, left, H, K, C, BK, TMA))
+        store_tile(dk, tl.trans(gk), token, head, column, left, H, K, C, BK, TMA)
+
+
+def past(k, beta, S, do, u, dv, layout, *, delta, before, precision):
+    """(dq, what keys read of dk, dbeta) from the memory S before each piece."""
+    (H, K), V = k.shape[2:], do.shape[3]
+    dq, dk = torch.empty_like(k), torch.empty_like(k)
+    dbeta = None if beta is None else torch.empty_like(beta)
+    rows, packed = layout.pieces.rows * H, layout.of_piece is not None
+    TMA, BV, BK, warps, stages = blocks.pieces(layout, k, V, delta, blocks.PAST)
+    if rows:
+        launch(
+            _past, (-(-K // BK), rows), layout.pieces, (do, u, dv, k, beta, S, dq, dk, dbeta),
+            (H, K, V, C, BK, BV, delta, before, beta is not None, layout.every, packed, precision, stages, TMA),
+            num_warps=warps)  # fmt: skip
+    return dq, dk, dbeta
+
+
+def future(q, k, D, do, u, dv, dk, layout, *, delta, before, precision):
+    """dk, in the place of what `past` gave of it, from the gradient D of the memory after each piece."""
+    (H, K), V = k.shape[2:], do.shape[3]
+    rows, packed = layout.pieces.rows * H, layout.of_piece is not None
+    TMA, BV, BK, warps, stages = blocks.pieces(layout, k, V, delta, blocks.FUTURE)
+    if rows:
+        launch(
+            _future, (-(-K // BK), rows), layout.pieces, (q, do, u, dv, k, D, dk),
+            (H, K, V, C, BK, BV, delta, before, layout.every, packed, precision, stages, TMA),
+            num_warps=warps)  # fmt: skip
+    return dk
