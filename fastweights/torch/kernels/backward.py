@@ -279,12 +279,12 @@ def local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, *
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dbeta, dlog_decay = (None if x is None else torch.empty_like(x) for x in (beta, log_decay))
-    BK, BV, warps, stages = blocks.local(q, V)
+    BV, warps, stages = blocks.local(q, V)
     u = torch.empty_like(v) if V > BV else None
     if layout.rows * H:
         launch(
             _local, (layout.rows * H,), layout,
             (q, k, v, beta_rows, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay),
-            (H, K, V, C, BK, BV, delta, before, beta is not None, log_g is not None, layout.of_row is not None,
+            (H, K, V, C, 64, BV, delta, before, beta is not None, log_g is not None, layout.of_row is not None,
              precision), num_warps=warps, num_stages=stages)  # fmt: skip
     return dq, dk, dy, dbeta, dlog_decay

@@ -1,8 +1,7 @@
 """Block sizes by shape, dtype and GPU: `python -m benchmarks.choose_blocks` measures these tables.
 
 Nothing is tuned at run time. The tables are those of Hopper (an H200); other GPUs use the same numbers without the copy
-engine, as do inputs that it cannot take. Blocks for float32, whose products are made of six, are the ones that compile
-soonest.
+engine, as do inputs that it cannot take.
 """
 
 from functools import cache
@@ -49,7 +48,7 @@ def walks(layout, k, V, table):
     """(TMA, BK, BV, warps, stages) of a walk. More than four warps only where the memory does not fit one group."""
     BK, BV = block(k.shape[-1]), max(16, min(64, 1 << (V - 1).bit_length()))
     if k.dtype == torch.float32:
-        return False, BK, min(BV, 32), 8, 1
+        return False, BK, BV, 8 if BK > 64 else 4, 1
     if BK > 128:
         return False, BK, BV, 8, 1
     if copied_by_engine(layout, k, BK, V, 64):
@@ -63,7 +62,7 @@ def pieces(layout, k, V, delta, table):
     BV = block(V)
     BK, warps, stages = table[BV, delta]
     if k.dtype == torch.float32:
-        return False, BV, 32, 8, 1
+        return False, BV, 64, 8 if BV > 64 else 4, 1
     if BV == 64:
         return False, BV, BK, warps, stages
     if k.shape[-1] % BK == 0 and copied_by_engine(layout, k, k.shape[-1], V, BV):
@@ -78,15 +77,15 @@ def copied_by_engine(layout, q, BK, V, BV):
 
 
 def local(q, V):
-    """(BK, BV, warps, stages) of the gradients within a row."""
+    """(BV, warps, stages) of the gradients within a row."""
     BV = 64 if V <= 64 or q.dtype == torch.float32 else 128
-    return (32, BV, 8, 1) if q.dtype == torch.float32 else (64, BV, *LOCAL[BV])
+    return BV, *((4, 1) if q.dtype == torch.float32 else LOCAL[BV])
 
 
 def inverse(k):
     """(BK, warps, stages) of the inverses."""
     BK = 128 if k.shape[-1] > 64 else 64
-    return (32, 4, 1) if k.dtype == torch.float32 else (BK, *INVERSE[BK])
+    return BK, *INVERSE[BK]
 
 
 @cache
