@@ -120,7 +120,7 @@ def check(arrays, *, rule, read, method, methods, chunk_size=None, width=None):
         "beta": ((B, T, H), "one write rate per token and head"),
         "log_decay": ((B, T, H), "one log decay per token and head"),
         "mask": ((B, T), "True for a real token, False for padding"),
-        "state": ((states, H, width(K) if width else K, V), "a (K, V) memory per head of each sequence"),
+        "state": ((states, H, K if width is None else width(K), V), "a (K, V) memory per head of each sequence"),
     }
     for name, (shape, why) in expected.items():
         if name in shapes and not _fits(shapes[name], shape):

@@ -15,7 +15,7 @@ that bfloat16 loses nothing but the rounding of its input and output.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastweights.core import FastWeightError
 
@@ -26,9 +26,8 @@ SIZED = ("dpfp", "favor")
 NORMS = ("none", "sum", "l2", "max", "hellinger")
 
 
-@dataclass(frozen=True)
-class FeatureMap:
-    """A feature map by name: `parse("dpfp-3").width(16)` is 96."""
+class FeatureMap(NamedTuple):
+    """A feature map by name: `parse("dpfp-3").width(16)` is 96. A tuple, which every torch.compile can trace."""
 
     kind: str
     size: int = 0
@@ -49,7 +48,7 @@ class FeatureMap:
                                   "rolling further repeats a product")  # fmt: skip
         return {"dpfp": 2 * d * self.size, "favor": 2 * self.size}.get(self.kind, d)
 
-    def __call__(self, x, xp, nn, *, norm="none", projection=None):
+    def apply(self, x, xp, nn, *, norm="none", projection=None):
         """phi(x), normalised, for x (..., d) -> (..., width(d)).  projection: (M, d), for favor alone."""
         if norm not in NORMS:
             raise FastWeightError(f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}")

@@ -130,7 +130,7 @@ def test_favor_estimates_the_softmax_kernel(rng):
 
 
 def _phi(feature, x, projection):
-    return feature(x, np, None, projection=projection)
+    return feature.apply(x, np, None, projection=projection)
 
 
 def test_favor_directions_are_orthogonal_and_seeded():
@@ -151,9 +151,9 @@ def test_other_errors(rng):
     with pytest.raises(FastWeightError, match=r"features is 'dpfp-9' for width 4; expected NU of at most 2 \* 4 - 1"):
         parse("dpfp-9").width(4)
     with pytest.raises(FastWeightError, match="norm is 'l1'; expected one of 'none', 'sum', 'l2', 'max'"):
-        parse("relu")(rng.standard_normal(3), np, None, norm="l1")
+        parse("relu").apply(rng.standard_normal(3), np, None, norm="l1")
     with pytest.raises(FastWeightError, match="projection is missing for features 'favor-4'; expected a"):
-        parse("favor-4")(rng.standard_normal(3), np, None)
+        parse("favor-4").apply(rng.standard_normal(3), np, None)
 
 
 def test_unit_has_exact_derivatives_also_at_zero():

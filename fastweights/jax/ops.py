@@ -114,7 +114,7 @@ def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: Arra
     if projection is not None:
         projection = jnp.asarray(projection, wide)
     with jax.default_matmul_precision("highest"):
-        phi = parse(name)(x.astype(wide), jnp, jax.nn, norm=norm, projection=projection)
+        phi = parse(name).apply(x.astype(wide), jnp, jax.nn, norm=norm, projection=projection)
     return phi.astype(x.dtype)
 
 

@@ -119,7 +119,7 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
     x = ops.convert_to_tensor(x)
     if projection is not None:
         projection = ops.convert_to_tensor(projection, _wide(x))
-    phi = parse(name)(ops.cast(x, _wide(x)), ops, ops, norm=norm, projection=projection)
+    phi = parse(name).apply(ops.cast(x, _wide(x)), ops, ops, norm=norm, projection=projection)
     return ops.cast(phi, x.dtype)
 
 

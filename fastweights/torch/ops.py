@@ -244,4 +244,4 @@ def _feature_map(x, phi, norm, projection):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if projection is not None:
         projection = torch.as_tensor(projection, dtype=wide, device=x.device)
-    return phi(x.to(wide), torch, functional, norm=norm, projection=projection).to(x.dtype)
+    return phi.apply(x.to(wide), torch, functional, norm=norm, projection=projection).to(x.dtype)

@@ -105,7 +105,7 @@ def feature_map(x: Tensor, phi: FeatureMap, norm: str) -> Tensor:
 
 def eager(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
     """The same in differentiable operators: what second derivatives go through."""
-    return FeatureMap(kind, size)(x.float(), torch, functional, norm=norm).to(x.dtype)
+    return FeatureMap(kind, size).apply(x.float(), torch, functional, norm=norm).to(x.dtype)
 
 
 def _rows(x):
