@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
 
 import jax
@@ -18,9 +19,20 @@ from fastweights.jax import fast_weight, feature_map
 OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 
 
+@contextmanager
+def wide(on):
+    """With float64, or without; `jax.enable_x64` is younger than the oldest JAX we take."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", on)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
 @pytest.fixture(autouse=True)
 def float64():
-    with jax.enable_x64(True):
+    with wide(True):
         yield
 
 
@@ -139,7 +151,7 @@ def test_half_precision_is_rounded_only_at_the_ends(rng, dtype, method):
 
 
 def test_float32_is_the_default(rng):
-    with jax.enable_x64(False):
+    with wide(False):
         args = problem(rng)
         o, S = fast_weight(**args)  # NumPy float64, which JAX takes as float32
         assert o.dtype == S.dtype == jnp.float32
