@@ -212,13 +212,14 @@ def test_a_state_carries_across_a_cut(rng):
 
 
 @runs
-def test_transforms(rng):
-    inputs = list(tensors(problem(rng, B=1, T=20, H=1, K=16, V=16), torch.float32).values())
-    names = list(problem(rng, B=1, T=1, H=1))
+@pytest.mark.parametrize("decay", [True, False])
+def test_transforms(rng, decay):
+    inputs = list(tensors(problem(rng, B=1, T=20, H=1, K=16, V=16, decay=decay), torch.float32).values())
+    names = list(problem(rng, B=1, T=1, H=1, decay=decay))
     call = lambda *x, method="kernel": fast_weight(**dict(zip(names, x, strict=True)), method=method)  # noqa: E731
     many = [torch.stack([x.detach(), 0.5 * x.detach()]) for x in inputs]
     per_sample = lambda method: torch.func.vmap(  # noqa: E731
-        torch.func.grad(lambda *x: call(*x, method=method)[0].sin().sum(), argnums=tuple(range(6)))
+        torch.func.grad(lambda *x: call(*x, method=method)[0].sin().sum(), argnums=tuple(range(len(names))))
     )(*many)
     torch.testing.assert_close(per_sample("kernel"), per_sample("chunked"), rtol=1e-3, atol=1e-3)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -231,11 +232,15 @@ def test_transforms(rng):
 
 
 @runs
-def test_operators_pass_torchs_own_check(rng, monkeypatch):
+@pytest.mark.parametrize("delta, decay, cuts", [(True, True, None), (True, False, None), (False, False, [0, 40, 1100])])
+def test_operators_pass_torchs_own_check(rng, monkeypatch, delta, decay, cuts):
     monkeypatch.undo()  # fresh memory must be what torch gives
-    inputs = [x.detach() for x in tensors(problem(rng, B=1, T=20, H=1, K=16, V=16), torch.float32).values()]
-    q, k, v, beta, state, log_decay = inputs
-    forward = (q, k, v, beta, log_decay, state, None, True, False, "elu+1", "sum", True)
+    sizes = dict(B=1, T=1100 if cuts else 20, H=1, K=16, V=16, sequences=len(cuts) - 1 if cuts else None)
+    inputs = {n: x.detach() for n, x in tensors(problem(rng, **sizes), torch.float32).items()}
+    q, k, v, beta, log_decay, state = (inputs[n] for n in NAMES)
+    rates = beta if delta else None, log_decay if decay else None
+    packed = torch.tensor(cuts, device=DEVICE) if cuts else None
+    forward = (q, k, v, *rates, state, packed, delta, False, "elu+1", "sum", True)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.kernel_op, forward, test_utils=tests)
     o, S, *saved = kernels.kernel_op(*forward)
