@@ -90,7 +90,7 @@ def inverse(k):
 
 @cache
 def _is_hopper(device):
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

@@ -1,0 +1,93 @@
+"""Which kernels fit the shared memory of other GPUs: `python -m benchmarks.fits [GPU ...]`, minutes each, without any.
+
+Every launch of forward and backward passes is recorded instead of made, then compiled for each kind of GPU. That a
+kernel compiles and fits does not say that it is right or fast there: the kernels have run on an H200 alone.
+"""
+
+import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastweights.features import parse
+from fastweights.torch import kernels
+from fastweights.torch.kernels import blocks, chunks, dpfp, features
+
+GPUS = {"A100": (80, 163), "RTX 4090": (89, 99), "H200": (90, 227), "B200": (100, 227), "RTX 5090": (120, 99)}  # KiB
+SHAPES = (  # widths of keys, before their features, and values
+    (torch.bfloat16, "identity", ((16, 16), (64, 64), (128, 128), (256, 256), (512, 64))),
+    (torch.bfloat16, "dpfp-3", ((16, 16), (32, 32))),
+    (torch.bfloat16, "silu", ((64, 64),)),
+    (torch.float32, "identity", ((64, 64), (128, 128))),
+)
+RULES = (True, True), (True, False), (False, False)  # delta, decay
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+
+
+def launches(dtype, K, V, delta, rates, name, hopper):
+    """(kernel, tensors, numbers, constants, options) of a forward and a backward pass."""
+    found = []
+    record = lambda kernel, grid, *rest, **options: found.append((kernel, *rest, options))  # noqa: E731
+    q, k, v = (torch.zeros(1, 128, 2, width, dtype=dtype) for width in (K, K, V))
+    beta = torch.zeros(1, 128, 2, dtype=dtype) if rates or delta else None
+    inputs = (q, k, v, beta, beta if rates else None, torch.zeros(1, 2, parse(name).width(K), V), None)
+    how = (delta, False, name, "none" if name == "identity" else "l2")
+    engine = lambda layout, q, BK, V, BV: hopper and q.shape[-1] == BK and V % BV == 0 and dtype != torch.float32  # noqa: E731
+    with (
+        patch.object(chunks, "start", record), patch.object(features, "start", record),
+        patch.object(dpfp, "start", record), patch.object(blocks, "copied_by_engine", engine),
+        patch.object(blocks, "_multiprocessors", lambda device: 132),
+    ):  # fmt: skip
+        o, _, *saved = kernels.run_forward(*inputs, *how, True)
+        kernels.run_backward(o, None, *inputs, *saved, *how)
+    return found
+
+
+def shared(job, arch):
+    """KiB of shared memory."""
+    kernel, tensors, numbers, constants, options = job
+    signature, fixed, aligned = {}, {}, {}
+    for n, (name, x) in enumerate(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True)):
+        if isinstance(x, torch.Tensor):
+            signature[name], aligned[n,] = POINTERS[x.dtype], [["tt.divisibility", 16]]
+        elif n < len(tensors) or n >= len(tensors) + len(numbers):
+            signature[name], fixed[n,] = "constexpr", x
+        else:
+            signature[name] = "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared / 1024
+
+
+def distinct(hopper):
+    """{what makes a kernel: (launch, where it was met)} over dtypes, rules, rates and shapes."""
+    found = {}
+    for (dtype, name, widths), (delta, rates) in itertools.product(SHAPES, RULES):
+        for K, V in widths:
+            for job in launches(dtype, K, V, delta, rates, name, hopper):
+                types = tuple(None if x is None else x.dtype for x in job[1])
+                found[job[0], types, job[3]] = job, f"{dtype}, {name} {K} x {V}, delta {delta}, decay {rates}"
+    return list(found.values())
+
+
+def main(*names):
+    failures = 0
+    for gpu in names or GPUS:
+        arch, room = GPUS[gpu]
+        jobs = distinct(hopper=arch == 90)
+        with ThreadPoolExecutor() as pool:
+            needs = list(pool.map(lambda job: shared(job[0], arch), jobs))  # noqa: B023
+        over = [(need, job[0], where) for need, (job, where) in zip(needs, jobs, strict=True) if need > room]
+        failures += len(over)
+        print(f"{gpu}: {len(jobs)} kernels, at most {max(needs):.0f} of {room} KiB, {len(over)} do not fit", flush=True)
+        for need, kernel, where in over:
+            print(f"    {kernel.__name__} needs {need:.0f} KiB: {where}")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
