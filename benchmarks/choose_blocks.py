@@ -58,8 +58,8 @@ def first(result):
 def main():
     for (width, many), shape in SHAPES.items():
         for name, (table, call) in stages(width, *shape).items():
-            key = width if width in table else (width, many)
-            if not many and table not in (blocks.WALK, blocks.REVERSE):  # rows and pieces: measured once
+            key = width if width in table else (width, many)  # True also stands for the delta rule, of pieces
+            if not many and not any(table is x for x in (blocks.WALK, blocks.REVERSE)):  # rows, pieces: measured once
                 continue
             kept, want, times = table[key], first(call()), {}
             for candidate in CANDIDATES:

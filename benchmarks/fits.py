@@ -64,7 +64,7 @@ def shared(job, arch):
 
 
 def distinct(hopper):
-    """{what makes a kernel: (launch, where it was met)} over dtypes, rules, rates and shapes."""
+    """(launch, where it was met) of every kernel, over dtypes, rules, rates and shapes."""
     found = {}
     for (dtype, name, widths), (delta, rates) in itertools.product(SHAPES, RULES):
         for K, V in widths:

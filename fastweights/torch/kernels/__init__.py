@@ -143,9 +143,9 @@ def saved_shapes(q, v, beta, log_decay, cu_seqlens, delta, name):
     (B, T, H, D), V = q.shape, v.shape[-1]
     K = parse(name).width(D)
     every = blocks.every(K, V, q.dtype, delta, beta, log_decay)
-    rows, pieces = (bound(B, T, chunks.C * size, cu_seqlens) for size in (1, every))
+    rows, kept = (bound(B, T, chunks.C * size, cu_seqlens) for size in (1, every))
     X = (rows, H, chunks.C, chunks.C) if delta else (0,)
-    return X, (pieces, H, V, K), v.shape if delta and every > 1 else (0,)
+    return X, (kept, H, V, K), v.shape if delta and every > 1 else (0,)
 
 
 def kernel(

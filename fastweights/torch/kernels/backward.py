@@ -251,7 +251,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
 def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precision, out=True, save=False):
     """(dy, gradient of the state before the first token, D after each piece, transposed): empty if not asked for.
 
-    Where pieces are longer than a row, which has its rates by itself, dy is dv at once.
+    Where a piece has several rows, dy comes with its rate, and so is dv; `local` needs it without.
     dfinal: gradient of the state after the last token, none when absent.
     """
     H, K, V = q.shape[2], q.shape[3], do.shape[3]

@@ -97,7 +97,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
 def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, out=True, save=False):
     """(o, state after the last token, S before each piece, transposed, u): empty if not asked for. No v: no values.
 
-    u is saved where pieces are longer than a row: a row has its own by what it needs anyway.
+    u is saved where a piece has several rows; gradients that go row by row compute it again.
     """
     H, K, V = k.shape[2], k.shape[3], state.shape[-1]
     like = dict(dtype=k.dtype, device=k.device)
