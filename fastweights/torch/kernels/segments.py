@@ -13,7 +13,10 @@ FULL = 128  # heads of sequences that fill a device
 
 
 def count(q, cu_seqlens, delta):
-    """Segments per sequence: 1 unless there are so few heads that to walk twice (delta: three times) is faster."""
+    """Segments per sequence: 1 unless there are so few heads that to walk twice (delta: three times) is faster.
+
+    They hold whole pieces, so that the shape of what is saved does not depend on them.
+    """
     B, T, H = q.shape[:3]
     if cu_seqlens is not None or not B * H or blocks.wide(q):
         return 1
