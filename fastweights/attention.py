@@ -1,16 +1,16 @@
 """The forward pass of `FastWeightAttention`, once, for every framework.
 
 A framework owns the parameters and brings its functions (`Ops`); everything that decides what the layer computes is
-here and in layers.py. Shapes: B batch, T tokens, D model width, H heads, K key width, V value width, W convolution
-width, N packed sequences.
+here and in attention_config.py. Shapes: B batch, T tokens, D model width, H heads, K key width, V value width, W
+convolution width, N packed sequences.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fastweights.attention_config import NORMS
 from fastweights.core import FastWeightError, dtype_name
 from fastweights.features import EPS, unit
-from fastweights.layers import NORMS
 
 NORM_EPS = 1e-6  # of the output's RMS norm; the frameworks' own defaults differ
 DIVISION_EPS = 1e-12  # attention norm: a denominator below it counts as empty

@@ -9,7 +9,7 @@
     favor-M      positive random features of the softmax kernel, M directions
                  (FAVOR+, Choromanski 2021)                                                2 M
 
-`xp` is the array namespace (numpy's spelling), `nn` where `silu` lives: (torch, fastweights.torch.functional),
+`xp` is the array namespace (numpy's spelling), `nn` where `silu` lives: (torch, fastweights.torch.hand_gradients),
 (jax.numpy, jax.nn), (keras.ops, keras.ops). Inputs are float32 or wider: the frameworks cast around the call, so
 that bfloat16 loses nothing but the rounding of its input and output.
 """

@@ -9,7 +9,7 @@ import pytest
 from oracle import assert_close
 
 from fastweights.attention import AttentionState
-from fastweights.recurrent import RNNState
+from fastweights.sequential import RNNState
 
 EVERYTHING = dict(conv=3, gate=True, decay="learned", key_heads=1, beta_max=2.0, key_dim=3, value_dim=5)
 STATES = {"FastWeightAttention": AttentionState, "FastWeightRNN": RNNState, "FastWeightProgrammer": lambda W: W}

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from oracle import assert_close
 from safetensors.torch import load_file, save_file
 
-from fastweights import FastWeightError, layers
+from fastweights import FastWeightError, attention_config
 from fastweights.features import parse
 from fastweights.torch import AttentionState, FastWeightAttention, feature_map
 
 RULES = ["sum", "delta"]
 FEATURES = ["identity", "relu", "silu", "elu+1", "dpfp-2", "favor-4"]
-GRID = list(itertools.product(RULES, FEATURES, layers.NORMS))
+GRID = list(itertools.product(RULES, FEATURES, attention_config.NORMS))
 EVERYTHING = dict(conv=3, gate=True, decay="learned", key_heads=1, beta_max=2.0, key_dim=3, value_dim=5)
 
 
@@ -97,7 +97,7 @@ def test_any_split_equals_the_whole(cuts, cell):
     assert_same((torch.cat(outputs, 1), state), layer(x))
 
 
-@pytest.mark.parametrize("norm", layers.NORMS)
+@pytest.mark.parametrize("norm", attention_config.NORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_packed_documents_do_not_leak(rule, norm):
     layer = make(rule, "elu+1", norm, **EVERYTHING)
@@ -108,7 +108,7 @@ def test_packed_documents_do_not_leak(rule, norm):
         assert_same((y[:, a:b], row(state, n)), layer(x[:, a:b], row(start, n)))
 
 
-@pytest.mark.parametrize("norm", layers.NORMS)
+@pytest.mark.parametrize("norm", attention_config.NORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_padding_changes_nothing(rule, norm):
     """Padding on both sides and in the middle, holding NaN, with a carried state."""
@@ -121,7 +121,7 @@ def test_padding_changes_nothing(rule, norm):
         assert_same((y[n : n + 1, mask[n]], row(state, n)), layer(x[n : n + 1, mask[n]], row(start, n)))
 
 
-@pytest.mark.parametrize("name", layers.PRESETS)
+@pytest.mark.parametrize("name", attention_config.PRESETS)
 def test_a_row_does_not_depend_on_its_neighbours(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2, dtype=torch.float64)
     x = tokens(3, 70, 8)
@@ -165,7 +165,7 @@ def test_nlms_overwrites_whatever_the_length_of_the_key():
     from fastweights.attention import mix
     from fastweights.torch.nn import OPS
 
-    config = layers.AttentionConfig(6, 1, features="identity", norm="nlms")
+    config = attention_config.AttentionConfig(6, 1, features="identity", norm="nlms")
     k, v = 10 * torch.randn(1, 8, 1, 6, dtype=torch.float64), torch.randn(1, 8, 1, 6, dtype=torch.float64)
     beta = torch.ones(1, 8, 1, dtype=torch.float64)
     how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=None, log_decay=None)
@@ -213,7 +213,7 @@ def test_favor_is_redrawn_in_training_only():
     assert torch.equal(layer.projection, other.projection)  # the count of draws is saved too
 
 
-@pytest.mark.parametrize("name", layers.PRESETS)
+@pytest.mark.parametrize("name", attention_config.PRESETS)
 def test_presets_compile_without_a_graph_break(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2).double()
     x = torch.randn(2, 20, 8, dtype=torch.float64)
@@ -241,7 +241,7 @@ class Step(torch.nn.Module):
         return y, *(s for s in new if s is not None)
 
 
-@pytest.mark.parametrize("name", layers.PRESETS)
+@pytest.mark.parametrize("name", attention_config.PRESETS)
 def test_torch_export(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2).eval()
     x, state = torch.randn(2, 20, 8), layer(torch.randn(2, 3, 8))[1]
@@ -253,7 +253,7 @@ def test_torch_export(name):
         torch.testing.assert_close(step(*inputs), Step(layer)(*inputs))
 
 
-@pytest.mark.parametrize("name", layers.PRESETS)
+@pytest.mark.parametrize("name", attention_config.PRESETS)
 def test_onnx_step_gives_the_same_numbers(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     layer = FastWeightAttention.preset(name, dim=8, heads=2).eval()
@@ -290,7 +290,7 @@ def test_bfloat16_layer_under_autocast():
 
 
 def test_init_state_is_what_none_stands_for():
-    for name in layers.PRESETS:
+    for name in attention_config.PRESETS:
         layer = FastWeightAttention.preset(name, dim=8, heads=2, dtype=torch.float64)
         assert_same(layer(tokens(2, 5, 8)[:, :0], layer.init_state(2)), layer(tokens(2, 5, 8)[:, :0]))
 
@@ -331,7 +331,7 @@ def test_call_errors():
 
 
 def test_unbounded_combinations_warn_once(monkeypatch):
-    monkeypatch.setattr(layers, "_warned", set())
+    monkeypatch.setattr(attention_config, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

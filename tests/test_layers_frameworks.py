@@ -16,7 +16,7 @@ from layer_backends import EVERYTHING, Flax, Torch, assert_split, compare, parts
 from oracle import assert_close
 
 from fastweights import FastWeightError
-from fastweights.layers import NORMS, PRESETS
+from fastweights.attention_config import NORMS, PRESETS
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -37,7 +37,7 @@ def test_keras_backend(pytestconfig, name, chosen):
         "tests/test_layers_frameworks.py",
         "tests/test_layers_keras.py",
         "fastweights/keras/nn.py",
-        "fastweights/keras/recurrent.py",
+        "fastweights/keras/sequential.py",
     ]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--doctest-modules", *files,

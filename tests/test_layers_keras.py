@@ -6,7 +6,7 @@ from layer_backends import EVERYTHING, Torch
 from oracle import assert_close
 
 from fastweights import FastWeightError
-from fastweights.layers import PRESETS
+from fastweights.attention_config import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

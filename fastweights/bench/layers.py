@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from fastweights.attention_config import NORMS, PRESETS
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Timing, interleave
-from fastweights.layers import NORMS, PRESETS
 from fastweights.torch import FastWeightAttention, fast_weight
 
 DEFAULT = dict(batch=1, tokens=2048, dim=256, heads=8)

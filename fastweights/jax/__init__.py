@@ -10,12 +10,12 @@ from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.jax.ops import fast_weight, feature_map
-from fastweights.recurrent import RNNState
+from fastweights.sequential import RNNState
 
 if TYPE_CHECKING:
     from fastweights.jax.fwl import FWLBlock, make_labels
     from fastweights.jax.nn import FastWeightAttention, export_parameters, import_parameters, redraw
-    from fastweights.jax.recurrent import FastWeightProgrammer, FastWeightRNN
+    from fastweights.jax.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
     "AttentionState",
@@ -38,8 +38,8 @@ __all__ = [
 _FLAX = {
     "FWLBlock": "fwl",
     "FastWeightAttention": "nn",
-    "FastWeightProgrammer": "recurrent",
-    "FastWeightRNN": "recurrent",
+    "FastWeightProgrammer": "sequential",
+    "FastWeightRNN": "sequential",
     "export_parameters": "nn",
     "import_parameters": "nn",
     "make_labels": "fwl",

@@ -1,6 +1,6 @@
 """Layers for Flax (flax.linen): batch first, state in and state out, no hidden mutation.
 
-The parameters have the names and (in, out) shapes of `fastweights.layers.AttentionConfig.shapes`, as in every
+The parameters have the names and (in, out) shapes of `fastweights.attention_config.AttentionConfig.shapes`, as in every
 framework; `export_parameters` and `import_parameters` carry them over.
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 from flax import traverse_util
 from jax import Array
 
-from fastweights import attention, layers
+from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
+from fastweights.attention_config import AttentionConfig
 from fastweights.core import FastWeightError
 from fastweights.features import parse
 from fastweights.jax.ops import fast_weight, feature_map
@@ -102,14 +103,14 @@ class FastWeightAttention(nn.Module):
         super().__post_init__()
 
     @property
-    def config(self) -> layers.AttentionConfig:
+    def config(self) -> AttentionConfig:
         """What the layer is, for every framework."""
-        return layers.AttentionConfig(**{f.name: getattr(self, f.name) for f in fields(layers.AttentionConfig)})
+        return AttentionConfig(**{f.name: getattr(self, f.name) for f in fields(AttentionConfig)})
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
         """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
-        return cls(dim, heads, **layers.preset_arguments(name, changes))
+        return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
     @nn.compact
     def __call__(
@@ -160,14 +161,14 @@ class FastWeightAttention(nn.Module):
         """The state that None stands for, for an input of `dtype` (`param_dtype` when that is absent)."""
         c, dtype = self.config, self.dtype or self.param_dtype
         memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), _wide(dtype))
-        z = memory[..., 0] if layers.NORMS[c.norm][1] else None
+        z = memory[..., 0] if attention_config.NORMS[c.norm][1] else None
         return AttentionState(memory, z, jnp.zeros((batch, c.conv - 1, c.channels), dtype) if c.conv else None)
 
     def __repr__(self) -> str:
         return f"FastWeightAttention({self.dim}, heads={self.heads}, {self.config.describe()})"
 
 
-def redraw(variables: Mapping[str, Any], config: layers.AttentionConfig, draw: int | Array) -> dict[str, Any]:
+def redraw(variables: Mapping[str, Any], config: AttentionConfig, draw: int | Array) -> dict[str, Any]:
     """`variables` with FAVOR+'s directions drawn anew; the n-th draw of a seed is the same in every framework.
 
         >>> layer = FastWeightAttention.preset("performer", dim=64, heads=4)
@@ -221,7 +222,7 @@ def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -
     Only the shapes and dtypes of `variables` matter: `jax.eval_shape(layer.init, key, x)` will do.
     """
     flat = _flat(variables)
-    layers.check_parameters(arrays, {name: x.shape for name, (_, x) in flat.items()})
+    attention_config.check_parameters(arrays, {name: x.shape for name, (_, x) in flat.items()})
     new: dict[str, Any] = {}
     for name, (path, x) in flat.items():
         new[path] = jnp.asarray(np.asarray(arrays[name]), x.dtype)

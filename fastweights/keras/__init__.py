@@ -6,8 +6,8 @@ from fastweights.fwl import FWLOutput, FWLState
 from fastweights.keras.fwl import FWLBlock, make_labels
 from fastweights.keras.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.keras.ops import fast_weight, feature_map
-from fastweights.keras.recurrent import FastWeightProgrammer, FastWeightRNN
-from fastweights.recurrent import RNNState
+from fastweights.keras.sequential import FastWeightProgrammer, FastWeightRNN
+from fastweights.sequential import RNNState
 
 __all__ = [
     "AttentionState",

@@ -1,6 +1,6 @@
 """Layers for Keras, on its TensorFlow, JAX and torch backends: batch first, state in and state out.
 
-The parameters have the names and (in, out) shapes of `fastweights.layers.AttentionConfig.shapes`, as in every
+The parameters have the names and (in, out) shapes of `fastweights.attention_config.AttentionConfig.shapes`, as in every
 framework; `export_parameters` and `import_parameters` carry them over.
 """
 
@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights import attention, layers
+from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError, dtype_name
 from fastweights.features import parse
@@ -109,7 +109,7 @@ class FastWeightAttention(keras.layers.Layer):
         dtype: Any = None,
     ):
         super().__init__(name=name, trainable=trainable, dtype=dtype, autocast=False)  # the state stays wide
-        self.config = layers.AttentionConfig(
+        self.config = attention_config.AttentionConfig(
             dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
             key_heads=key_heads, beta=beta, beta_max=beta_max,
             decay=tuple(decay) if isinstance(decay, list) else decay, conv=conv, gate=gate, out_norm=out_norm,
@@ -122,7 +122,7 @@ class FastWeightAttention(keras.layers.Layer):
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
         """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
-        return cls(dim, heads, **layers.preset_arguments(name, changes))
+        return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
     def build(self, input_shape: Any = None) -> None:
         """Make the weights; the shape of the input does not matter."""
@@ -200,7 +200,7 @@ class FastWeightAttention(keras.layers.Layer):
         c, dtype = self.config, self.compute_dtype
         key = c.feature_width
         yield (batch, c.heads, key, c.value_width), _wide(dtype)
-        yield (batch, c.heads, key if layers.NORMS[c.norm][1] else 0), _wide(dtype)
+        yield (batch, c.heads, key if attention_config.NORMS[c.norm][1] else 0), _wide(dtype)
         yield (batch, c.conv - 1 if c.conv else 0, c.channels), dtype
 
     def _absent_as_empty(self, state):
@@ -263,7 +263,7 @@ def export_parameters(layer: keras.layers.Layer) -> dict[str, np.ndarray]:
 def import_parameters(layer: keras.layers.Layer, arrays: Mapping[str, Any]) -> None:
     """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer."""
     weights = _weights(layer)
-    layers.check_parameters(arrays, {name: tuple(w.shape) for name, w in weights.items()})
+    attention_config.check_parameters(arrays, {name: tuple(w.shape) for name, w in weights.items()})
     for name, w in weights.items():
         w.assign(np.asarray(arrays[name]))
 

@@ -4,8 +4,8 @@ import re
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any
 
+from fastweights.attention_config import PRESETS as LAYER_PRESETS
 from fastweights.core import FastWeightError
-from fastweights.layers import PRESETS as LAYER_PRESETS
 
 # Name of a model's mixer -> preset of FastWeightAttention and what changes. Without decay or delta rule a memory does
 # not know the order of what it holds; a convolution of four tokens tells it.

@@ -4,12 +4,12 @@ from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.recurrent import RNNState
+from fastweights.sequential import RNNState
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.fwl import FWLBlock, make_labels
 from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.torch.ops import fast_weight, feature_map
-from fastweights.torch.recurrent import FastWeightProgrammer, FastWeightRNN
+from fastweights.torch.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
     "AttentionState",

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastweights import attention, layers
+from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
-from fastweights.torch import functional
+from fastweights.torch import hand_gradients
 from fastweights.torch.ops import fast_weight, feature_map
 
 
@@ -30,7 +30,7 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 OPS = attention.Ops(
     xp=torch,
-    nn=functional,
+    nn=hand_gradients,
     fast_weight=fast_weight,
     feature_map=feature_map,
     matmul=torch.matmul,
@@ -104,7 +104,7 @@ class FastWeightAttention(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        self.config = layers.AttentionConfig(
+        self.config = attention_config.AttentionConfig(
             dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
             key_heads=key_heads, beta=beta, beta_max=beta_max, decay=decay, conv=conv, gate=gate, out_norm=out_norm,
             seed=seed,
@@ -121,7 +121,7 @@ class FastWeightAttention(nn.Module):
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
         """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
-        return cls(dim, heads, **layers.preset_arguments(name, changes))
+        return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
     def forward(
         self,
@@ -149,7 +149,7 @@ class FastWeightAttention(nn.Module):
         """The state that None stands for."""
         c, like = self.config, self.in_proj
         wide = OPS.wide(like.new_zeros(batch, c.heads, c.feature_width, c.value_width))
-        z = wide[..., 0].clone() if layers.NORMS[c.norm][1] else None
+        z = wide[..., 0].clone() if attention_config.NORMS[c.norm][1] else None
         conv = like.new_zeros(batch, c.conv - 1, c.channels) if c.conv else None
         return AttentionState(wide, z, conv)
 
@@ -180,7 +180,7 @@ def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
 def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
     """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer."""
     weights = _weights(module)
-    layers.check_parameters(arrays, {name: x.shape for name, x in weights.items()})
+    attention_config.check_parameters(arrays, {name: x.shape for name, x in weights.items()})
     for name, x in weights.items():
         x.copy_(torch.from_numpy(np.array(arrays[name])))
 

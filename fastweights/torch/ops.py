@@ -11,7 +11,7 @@ from torch import Tensor
 from fastweights import core
 from fastweights.core import FastWeightError
 from fastweights.features import parse, parse_fixed
-from fastweights.torch import functional
+from fastweights.torch import hand_gradients
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK_SIZE = {"cpu": 32}  # tokens; 64 elsewhere. Measured with `fastweights bench`
@@ -244,4 +244,4 @@ def _feature_map(x, phi, norm, projection):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if projection is not None:
         projection = torch.as_tensor(projection, dtype=wide, device=x.device)
-    return phi.apply(x.to(wide), torch, functional, norm=norm, projection=projection).to(x.dtype)
+    return phi.apply(x.to(wide), torch, hand_gradients, norm=norm, projection=projection).to(x.dtype)

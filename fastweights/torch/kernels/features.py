@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.features import EPS, FeatureMap
-from fastweights.torch import functional
+from fastweights.torch import hand_gradients
 from fastweights.torch.autograd import register
 from fastweights.torch.kernels import dpfp
 from fastweights.torch.kernels.chunks import exact_products
@@ -105,7 +105,7 @@ def feature_map(x: Tensor, phi: FeatureMap, norm: str) -> Tensor:
 
 def eager(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
     """The same in differentiable operators: what second derivatives go through."""
-    return FeatureMap(kind, size).apply(x.float(), torch, functional, norm=norm).to(x.dtype)
+    return FeatureMap(kind, size).apply(x.float(), torch, hand_gradients, norm=norm).to(x.dtype)
 
 
 def _rows(x):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastweights.torch import functional
+from fastweights.torch import hand_gradients
 
 
 def plain_depthwise(x, weight):
@@ -16,8 +16,8 @@ def plain_unit(x):
 
 
 CASES = {
-    "depthwise": (functional.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
-    "unit": (lambda x: functional.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
+    "depthwise": (hand_gradients.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
+    "unit": (lambda x: hand_gradients.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
 }
 
 
@@ -51,7 +51,7 @@ def test_vmap_of_the_gradient(case):
 
 def test_a_convolution_promotes_as_a_product_does():
     x, weight = torch.randn(1, 6, 2, dtype=torch.bfloat16), torch.randn(3, 2)
-    assert functional.depthwise(x, weight).dtype == (x * weight[0]).dtype == torch.float32
+    assert hand_gradients.depthwise(x, weight).dtype == (x * weight[0]).dtype == torch.float32
 
 
 def test_gradients_of_a_convolution_are_wide_under_autocast():
@@ -59,5 +59,5 @@ def test_gradients_of_a_convolution_are_wide_under_autocast():
     x, weight = torch.randn(2, 40, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     want = torch.autograd.grad(plain_depthwise(x, weight).sin().sum(), [x, weight])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = torch.autograd.grad(functional.depthwise(x, weight).sin().sum(), [x, weight])
+        got = torch.autograd.grad(hand_gradients.depthwise(x, weight).sin().sum(), [x, weight])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

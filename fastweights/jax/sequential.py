@@ -1,4 +1,4 @@
-"""Sequential fast-weight networks for Flax (the equations are in fastweights/recurrent.py)."""
+"""Sequential fast-weight networks for Flax (the equations are in fastweights/sequential.py)."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fastweights.core import FastWeightError
-from fastweights.recurrent import RNNState, check_activation, check_rates, layer_norm, settle
+from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "identity": lambda x: x,

@@ -1,4 +1,4 @@
-"""Sequential fast-weight networks for PyTorch (the equations are in fastweights/recurrent.py)."""
+"""Sequential fast-weight networks for PyTorch (the equations are in fastweights/sequential.py)."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.recurrent import LAYER_NORM_EPS, RNNState, check_activation, check_rates, settle
+from fastweights.sequential import LAYER_NORM_EPS, RNNState, check_activation, check_rates, settle
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -1,4 +1,4 @@
-"""Sequential fast-weight networks for Keras (the equations are in fastweights/recurrent.py)."""
+"""Sequential fast-weight networks for Keras (the equations are in fastweights/sequential.py)."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from keras import KerasTensor, ops
 
 from fastweights.core import FastWeightError
 from fastweights.keras.nn import Tensor, add_parameter, matmul, random_generator
-from fastweights.recurrent import RNNState, check_activation, check_rates, layer_norm, settle
+from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
 
 
 def _tanh(x):
