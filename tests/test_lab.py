@@ -13,15 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-import fastweights.lab as lab  # noqa: E402
-from fastweights import cli  # noqa: E402
+from fastweights import cli, lab  # noqa: E402
 from fastweights.core import FastWeightError  # noqa: E402
-from fastweights.lab import experiment, pool, results  # noqa: E402
-from fastweights.lab.experiment import Report, reproduce  # noqa: E402
-from fastweights.lab.retrieval import Model, Task, effective  # noqa: E402
-from fastweights.lab.training import train  # noqa: E402
+from fastweights.lab import papers  # noqa: E402
+from fastweights.lab.engine import experiment, pool, results  # noqa: E402
+from fastweights.lab.engine.experiment import Report, reproduce  # noqa: E402
+from fastweights.lab.engine.training import train  # noqa: E402
+from fastweights.lab.tasks.key_value_retrieval import Model, Task, effective  # noqa: E402
 
-HERE = [m.name for m in pkgutil.iter_modules(lab.__path__)]
+HERE = [m.name for m in pkgutil.iter_modules(papers.__path__)]
 FOUND = [name for name in lab.EXPERIMENTS if name.replace("-", "_") in HERE]
 
 
@@ -188,7 +188,7 @@ def test_every_experiment_says_what_it_is(name):
     text = experiment.docstring(name)
     for heading in ("Paper", "Claim", "Cost", "Differs"):
         assert experiment.about(text, heading), f"{name}: its docstring has no {heading}:"
-    module = importlib.import_module(f"fastweights.lab.{name.replace('-', '_')}")
+    module = importlib.import_module(f"fastweights.lab.papers.{name.replace('-', '_')}")
     for settings in (module.FULL, module.SMOKE):
         arms = module.arms(**settings)
         assert len({results.key(arm) for arm in arms}) == len(arms)
@@ -206,7 +206,7 @@ def test_smoke_of_every_experiment(name, tmp_path):
     assert len(picture) > 10_000
     again = experiment.plan(name, smoke=True, out=tmp_path)
     assert not again.missing(again.arms)
-    module = importlib.import_module(f"fastweights.lab.{name.replace('-', '_')}")
+    module = importlib.import_module(f"fastweights.lab.papers.{name.replace('-', '_')}")
     assert module.check(again.rows, True)  # rows read from the CSV serve as well
 
 
@@ -334,7 +334,7 @@ def test_bench_lab_checks_first(monkeypatch):
 
 
 def test_stacked_lstm_is_torch_lstm():
-    from fastweights.lab.associative_model import LSTM, Learner, Network, sequences
+    from fastweights.lab.tasks.letters_and_digits import LSTM, Learner, Network, sequences
 
     torch.manual_seed(0)
     ours, x = LSTM(5, 7), torch.randn(3, 6, 5)

@@ -8,17 +8,9 @@ import pytest
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lab import (
-    document_scores,
-    fast_weight_layers,
-    language_model,
-    models,
-    recall,
-    seq2seq,
-    steps,
-    stories,
-    text,
-)
+from fastweights.lab.engine import captured_steps
+from fastweights.lab.papers import fast_weight_layers, language_model, recall
+from fastweights.lab.tasks import babi_stories, corpora, document_losses, encoder_decoder, models
 from fastweights.lm.mixers import SoftmaxMixer
 
 
@@ -112,14 +104,14 @@ def test_windows_score_every_token_once():
 def test_steps_train():
     """A line is fitted, and on a CPU nothing is recorded."""
     line = torch.nn.Linear(1, 1)
-    step = steps.Steps(line, lambda x, y: (line(x) - y).pow(2).mean(), "cpu", lr=0.1, weight_decay=0.0)
+    step = captured_steps.Steps(line, lambda x, y: (line(x) - y).pow(2).mean(), "cpu", lr=0.1, weight_decay=0.0)
     x = torch.linspace(-1, 1, 32)[:, None]
     for i in range(200):
-        loss = step(steps.rate(i, 200, 10), x, 3 * x + 1)
+        loss = step(captured_steps.rate(i, 200, 10), x, 3 * x + 1)
     assert float(loss) < 1e-3
     assert not step.replay.recorded
-    assert steps.rate(0, 100, 10) == 0.1
-    assert steps.rate(100, 100, 10) == pytest.approx(0.05)
+    assert captured_steps.rate(0, 100, 10) == 0.1
+    assert captured_steps.rate(100, 100, 10) == pytest.approx(0.05)
 
 
 def test_recall_sequences_have_one_right_answer():
@@ -143,13 +135,13 @@ def test_corpora_are_split_and_say_what_they_read(tmp_path):
     folder.mkdir()
     for split, words in (("train", "a b b c"), ("valid", "a d"), ("test", "c b")):
         (folder / f"wiki.{split}.tokens").write_text(f" \n = One = \n {words} \n = = Part = = \n a \n = Two = \n b \n")
-    found = text.load("wikitext-2-words", tmp_path)
+    found = corpora.load("wikitext-2-words", tmp_path)
     assert found.name == "wikitext-2-words"
     assert len(found.starts["train"]) == 2  # a section is no document
     assert ((found.valid == 0).sum(), (found.train == 0).sum()) == (1, 0)  # d was never seen
-    assert text.load("enwik8", tmp_path, 500).name == "stdlib-bytes"
+    assert corpora.load("enwik8", tmp_path, 500).name == "stdlib-bytes"
     with pytest.raises(FastWeightError, match="corpus is 'x'; expected one of wikitext-2-words"):
-        text.load("x", None)
+        corpora.load("x", None)
 
 
 def test_stories_from_files(tmp_path):
@@ -160,20 +152,20 @@ def test_stories_from_files(tmp_path):
     for task in range(1, 21):
         for split in ("train", "test"):
             (folder / f"qa{task}_x_{split}.txt").write_text(lines)
-    found = stories.load(tmp_path)
+    found = babi_stories.load(tmp_path)
     assert (found.name, len(found.train), len(found.test)) == ("babi", 40, 40)
     first = found.train[0]
     assert first.words[:6] == ("mary", "went", "to", "the", "hall", ".")
     assert [(first.words[i], a) for i, a in first.answers] == [("?", "hall"), ("?", "mary,john")]
     assert "hall" not in first.words[6:10]  # an answer never stands in the text
-    words, labels, tasks = stories.batches(found.train, found, 256)[0]
+    words, labels, tasks = babi_stories.batches(found.train, found, 256)[0]
     assert (labels >= 0).sum() == sum(len(s.answers) for s in found.train[: len(words)])
     assert tasks.tolist() == [s.task for s in found.train[: len(words)]]
 
 
 def test_made_up_stories_are_true():
     for seed in range(20):
-        story = stories._made_up(random.Random(seed), 1)
+        story = babi_stories._made_up(random.Random(seed), 1)
         where = {}
         for i, word in enumerate(story.words):
             if word == "went":
@@ -184,9 +176,9 @@ def test_made_up_stories_are_true():
 
 @pytest.mark.parametrize("kind", ["softmax", "elu+1", "favor-8", "dpfp-1"])
 def test_translator_ignores_padding_and_the_future(kind):
-    model = seq2seq.Translator(20, 20, dim=16, heads=2, depth=2, kind=kind, dropout=0.0).eval()
+    model = encoder_decoder.Translator(20, 20, dim=16, heads=2, depth=2, kind=kind, dropout=0.0).eval()
     source, target = torch.randint(4, 20, (2, 6)), torch.randint(4, 20, (2, 5))
-    longer = torch.cat([source, torch.full((2, 4), seq2seq.PAD)], 1)
+    longer = torch.cat([source, torch.full((2, 4), encoder_decoder.PAD)], 1)
     later = target.clone()
     later[:, 3:] = 7
     changed = source.clone()
@@ -201,26 +193,26 @@ def test_translator_ignores_padding_and_the_future(kind):
 @pytest.mark.parametrize("kind", ["elu+1", "dpfp-2"])
 def test_attention_is_a_weighted_mean_of_values(kind):
     """Against the weights written out, causal or not, with a mask."""
-    layer = seq2seq.Attend(8, 2, kind)
+    layer = encoder_decoder.Attend(8, 2, kind)
     x, mask = torch.randn(2, 5, 8), torch.tensor([[True] * 5, [True, True, False, True, False]])
-    q = seq2seq.feature_map(layer.query(x).unflatten(-1, (2, -1)), kind)
+    q = encoder_decoder.feature_map(layer.query(x).unflatten(-1, (2, -1)), kind)
     k, v = layer.key_value(x).unflatten(-1, (2, 2, -1)).unbind(2)
-    scores = torch.einsum("bthk,bshk->bhts", q, seq2seq.feature_map(k, kind))
+    scores = torch.einsum("bthk,bshk->bhts", q, encoder_decoder.feature_map(k, kind))
     for causal in (False, True):
         weights = scores.tril() if causal else scores * mask[:, None, None, :]
-        weights = weights / (weights.sum(-1, keepdim=True) + seq2seq.EPS)
+        weights = weights / (weights.sum(-1, keepdim=True) + encoder_decoder.EPS)
         expected = layer.out(torch.einsum("bhts,bshv->bthv", weights, v).flatten(2))
         got = layer(x, mask=None if causal else mask, causal=causal)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_pairs_as_arrays():
-    found = seq2seq.load(None, 50)
-    batches = seq2seq.arrays(found.splits["train"], found, 256)
+    found = encoder_decoder.load(None, 50)
+    batches = encoder_decoder.arrays(found.splits["train"], found, 256)
     source, target = batches[0]
     assert source.shape[1] + 1 == target.shape[1]
-    assert (target[:, 0] == seq2seq.START).sum() == min(len(found.splits["train"]), len(target))
-    assert ((source == seq2seq.END).sum(1) == 1).all()
+    assert (target[:, 0] == encoder_decoder.START).sum() == min(len(found.splits["train"]), len(target))
+    assert ((source == encoder_decoder.END).sum(1) == 1).all()
     words = {i: w for w, i in found.target.items()}
     reference = found.splits["train"][0][1]
     assert [words.get(i, "?") for i in target[0, 1 : len(reference) + 1].tolist()] == reference
@@ -228,21 +220,21 @@ def test_pairs_as_arrays():
 
 def test_bleu():
     references = ["the cat sat on the mat .", "a dog runs", "one two three four five six"]
-    assert seq2seq.corpus_bleu(references, references) == pytest.approx(100.0)
-    assert seq2seq.corpus_bleu(["", "", ""], references) == 0.0
+    assert encoder_decoder.corpus_bleu(references, references) == pytest.approx(100.0)
+    assert encoder_decoder.corpus_bleu(["", "", ""], references) == 0.0
     hypotheses = ["the cat sat on a mat .", "a dog", "one two three five four six"]
-    got = seq2seq.corpus_bleu(hypotheses, references)
+    got = encoder_decoder.corpus_bleu(hypotheses, references)
     assert 0 < got < 100
     sacrebleu = pytest.importorskip("sacrebleu")
     for hypothesis in (hypotheses, ["the mat cat", "dog", "six five"], ["a b c d e f g h i j k"] * 3):
         score = sacrebleu.corpus_bleu(hypothesis, [references], tokenize="none", force=True).score
-        assert seq2seq.corpus_bleu(hypothesis, references) == pytest.approx(score, abs=1e-6)
+        assert encoder_decoder.corpus_bleu(hypothesis, references) == pytest.approx(score, abs=1e-6)
 
 
 def test_repetitions_and_bins():
-    assert document_scores.repetitions(np.array([5, 6, 5, 5, 6])).tolist() == [0, 0, 1, 2, 1]
+    assert document_losses.repetitions(np.array([5, 6, 5, 5, 6])).tolist() == [0, 0, 1, 2, 1]
     docs, counts = [np.array([0, 1, 1]), np.array([1, 0])], np.array([3, 50])
-    rows = document_scores.summary(docs, [np.array([1.0, 2.0]), np.array([3.0])], counts)
+    rows = document_losses.summary(docs, [np.array([1.0, 2.0]), np.array([3.0])], counts)
     found = {(r["by"], r["bin"]): (r["labels"], r["nats"]) for r in rows}
     assert found["all", 0] == (3, 2.0)
     assert (found["frequency", 0], found["frequency", 10]) == ((1, 3.0), (2, 1.5))
@@ -250,8 +242,8 @@ def test_repetitions_and_bins():
 
 
 def test_documents_are_cut_at_their_starts():
-    found = text.Text("x", 9, np.arange(9), np.arange(9), np.arange(9), {"test": np.array([0, 4, 6])}, 1.0, False)
-    assert [d.tolist() for d in document_scores.documents(found, "test", 5)] == [[0, 1, 2, 3], [4, 5]]
+    found = corpora.Text("x", 9, np.arange(9), np.arange(9), np.arange(9), {"test": np.array([0, 4, 6])}, 1.0, False)
+    assert [d.tolist() for d in document_losses.documents(found, "test", 5)] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_a_restart_forgets_what_the_layer_learned_and_nothing_else():
@@ -262,7 +254,7 @@ def test_a_restart_forgets_what_the_layer_learned_and_nothing_else():
         for block in model.blocks:
             block.mixer.out_proj.weight.zero_()
     document = np.random.default_rng(0).integers(16, size=25)
-    read = lambda d, mode, window=12: document_scores.score(model, [d], mode, "cpu", None, window=window)[0]  # noqa: E731
+    read = lambda d, mode, window=12: document_losses.score(model, [d], mode, "cpu", None, window=window)[0]  # noqa: E731
     carried, restarted, slow = (read(document, mode) for mode in ("fast", "restart", "slow"))
     pieces = np.concatenate([read(document[:13], "fast"), read(document[12:], "fast")])
     np.testing.assert_allclose(restarted, pieces, rtol=1e-5, atol=1e-6)

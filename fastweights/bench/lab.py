@@ -15,7 +15,7 @@ from torch import Tensor
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Timing, interleave
-from fastweights.lab.retrieval import EPS, D, Model, Task
+from fastweights.lab.tasks.key_value_retrieval import EPS, D, Model, Task
 
 KEYS, BATCH = 100, 32
 SMOKE = dict(keys=8, batch=4)

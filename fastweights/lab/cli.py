@@ -62,8 +62,8 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
     import torch
     from rich.console import Console
 
-    from fastweights.lab import experiment
-    from fastweights.lab.pool import run_all
+    from fastweights.lab.engine import experiment
+    from fastweights.lab.engine.pool import run_all
 
     if device not in ("auto", "cpu", "cuda"):
         raise FastWeightError(f"--device is {device!r}; expected auto, cpu or cuda")
@@ -86,7 +86,7 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
 
 
 def _show(outcome: Any, plan: Any, console: Any) -> None:
-    from fastweights.lab.experiment import docstring
+    from fastweights.lab.engine.experiment import docstring
 
     say = lambda text, style="": console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     rows = plan.module.table(outcome.rows) if hasattr(plan.module, "table") and outcome.rows else outcome.rows
@@ -128,7 +128,7 @@ def _cell(value: Any) -> str:
 def _list() -> None:
     from rich.console import Console
 
-    from fastweights.lab import experiment
+    from fastweights.lab.engine import experiment
 
     console = Console()
     for name in EXPERIMENTS:

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from fastweights.core import FastWeightError
 from fastweights.lab import EXPERIMENTS
-from fastweights.lab.results import Arm, Results, Row, key
+from fastweights.lab.engine.results import Arm, Results, Row, key
 
 SHARED_DATA = Path("../shared/data")  # beside a checkout, when there is one
 
@@ -90,7 +90,7 @@ def load(name: str) -> ModuleType:
     """The experiment's module."""
     if name not in EXPERIMENTS:
         raise FastWeightError(f"experiment is {name!r}; expected one of {', '.join(EXPERIMENTS)}")
-    module = f"fastweights.lab.{name.replace('-', '_')}"
+    module = f"fastweights.lab.papers.{name.replace('-', '_')}"
     if importlib.util.find_spec(module) is None:
         raise FastWeightError(f"experiment {name!r} is not in this version; see `fastweights reproduce --list`")
     return importlib.import_module(module)
@@ -156,10 +156,10 @@ def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = 
     """
     import torch
 
-    from fastweights.lab import steps
+    from fastweights.lab.engine import captured_steps
 
-    steps.recording = record
-    steps.free()  # what the arm before left
+    captured_steps.recording = record
+    captured_steps.free()  # what the arm before left
     torch.manual_seed(int(arm.get("seed", 0)))
     random.seed(key(arm))
     began = time.perf_counter()
@@ -198,7 +198,7 @@ def reproduce(
     minutes: float | None = None,
 ) -> Outcome:
     """Run what is missing of one experiment: the command as a function, without a display."""
-    from fastweights.lab.pool import run_all
+    from fastweights.lab.engine.pool import run_all
 
     planned = plan(name, smoke=smoke, out=out, seeds=seeds, only=only, part=part)
     errors = run_all([planned], device=device, data=data, jobs=jobs, minutes=minutes)
@@ -209,7 +209,7 @@ def reproduce(
 
 def docstring(name: str) -> str:
     """What the experiment's file says about itself, without importing it; empty when there is no such file."""
-    path = Path(__file__).with_name(f"{name.replace('-', '_')}.py")
+    path = Path(__file__).parent.parent / "papers" / f"{name.replace('-', '_')}.py"
     return (ast.get_docstring(ast.parse(path.read_text())) or "") if path.exists() else ""
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fastweights.lab.experiment import OutOfTime, Plan, Report, run_arm
-from fastweights.lab.results import Arm
+from fastweights.lab.engine.experiment import OutOfTime, Plan, Report, run_arm
+from fastweights.lab.engine.results import Arm
 
 Task = tuple[Plan, Arm]
 Tell = Callable[[int, float, str], None]
@@ -76,7 +76,7 @@ class _Pool:
     """Processes that are given one arm at a time, each through a pipe of its own.
 
     A process that failed is replaced: a GPU's error may have left it unable to do anything. There its arm is tried once
-    more, the last of all and without recording (steps.py).
+    more, the last of all and without recording (captured_steps.py).
     """
 
     def __init__(self, tasks: list[Task], device: str, data: Path | None, deadline: float, tell: Tell):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastweights.lab.steps import record
+from fastweights.lab.engine.captured_steps import record
 
 WARM = 3  # steps run as they are before any is recorded: kernels are compiled and the optimiser's state comes to be
 

@@ -15,11 +15,9 @@ Differs: two controls that critics of the paper asked for: the same network with
 from pathlib import Path
 from typing import Any
 
-from fastweights.lab import plotting
-from fastweights.lab.results import Row, mean_over
+from fastweights.lab.engine import plotting
+from fastweights.lab.engine.results import Row, mean_over
 
-LETTERS, DIGITS, PAIRS = 26, 10, 4
-VOCABULARY = LETTERS + DIGITS + 1  # and the question mark
 MODELS = ("rnn", "lstm", "fast", "fast, rate 0", "fast, no norm")
 FULL: dict[str, Any] = dict(models=MODELS, hidden=(20, 50, 100), steps=40_000, seeds=2, more=2)
 SMOKE: dict[str, Any] = dict(models=MODELS, hidden=(20,), steps=30, seeds=1, more=1)
@@ -44,8 +42,8 @@ def cost(arm: dict) -> float:
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
-    from fastweights.lab.associative_model import Learner
-    from fastweights.lab.training import train
+    from fastweights.lab.engine.training import train
+    from fastweights.lab.tasks.letters_and_digits import Learner
 
     learner = Learner(arm["model"], arm["R"], arm["seeds"], device)
     (courses,) = train([learner], steps=arm["steps"], every=min(1000, arm["steps"]), device=device, report=report)

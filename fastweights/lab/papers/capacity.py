@@ -14,8 +14,8 @@ Differs: FAVOR+ also in the library's form, from logarithms and scaled by d^(-1/
 from pathlib import Path
 from typing import Any
 
-from fastweights.lab import plotting
-from fastweights.lab.results import Row, mean_over
+from fastweights.lab.engine import plotting
+from fastweights.lab.engine.results import Row, mean_over
 
 FEATURES = ("softmax", "elu+1", "dpfp-1", "dpfp-2", "dpfp-3", "favor-64", "favor-128", "favor-512")
 SIZES = (20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 280, 320, 360, 400, 500, 600)
@@ -70,8 +70,8 @@ def cost(arm: dict) -> float:
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
-    from fastweights.lab.retrieval import Model, Task
-    from fastweights.lab.training import train
+    from fastweights.lab.engine.training import train
+    from fastweights.lab.tasks.key_value_retrieval import Model, Task
 
     task = Task(arm["S"], replace=False)
     learner = Model(task, arm["features"], form=arm["form"], copies=arm["seeds"], device=device)

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastweights.lab import models, plotting, steps, text
-from fastweights.lab.document_scores import BINS, READ, SEGMENT, documents, score, summary
-from fastweights.lab.results import mean_over
+from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine.results import mean_over
+from fastweights.lab.tasks import corpora, models
+from fastweights.lab.tasks.document_losses import BINS, READ, SEGMENT, documents, score, summary
 from fastweights.lm.training import SLOW_SHARE
 
 # variants: (decay, length of a window in training) of the layer; batches hold as many tokens for any length
@@ -70,7 +71,7 @@ def make(arm: dict, vocab: int) -> Any:
 
 
 def run(arm, *, device, report):
-    found = text.load(arm["corpus"], report.data, arm["limit"])
+    found = corpora.load(arm["corpus"], report.data, arm["limit"])
     model = make(arm, found.vocab).to(device)
     if arm["what"] == "cost":
         return measure_cost(model, arm, found, device, report)
@@ -102,11 +103,15 @@ def train(model, found, arm, device, report):
             return scores.loss.mean()
         return (1 - SLOW_SHARE) * scores.loss.mean() + SLOW_SHARE * scores.slow.mean()
 
-    step, count = steps.Steps(model, objective, device, lr=arm["lr"]), max(1, arm["tokens"] // (batch * length))
+    step, count = (
+        captured_steps.Steps(model, objective, device, lr=arm["lr"]),
+        max(1, arm["tokens"] // (batch * length)),
+    )
     for i in range(count):
         first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
         loss = step(
-            steps.rate(i, count, min(100, count // 10 + 1)), stream[first + torch.arange(length + 1, device=device)]
+            captured_steps.rate(i, count, min(100, count // 10 + 1)),
+            stream[first + torch.arange(length + 1, device=device)],
         )
         if i % 20 == 0:
             report(0.8 * i / count, f"{arm['body']} {arm['what']}, loss {float(loss):.2f}")

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastweights.lab import models, plotting, steps, text
-from fastweights.lab.results import mean_over
+from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine.results import mean_over
+from fastweights.lab.tasks import corpora, models
 from fastweights.lm.mixers import on_tensors
 from fastweights.lm.model import LanguageModel, State
 
@@ -95,7 +96,7 @@ def make(arm: dict, vocab: int) -> LanguageModel:
 
 
 def run(arm, *, device, report):
-    found = text.load(arm["corpus"], report.data, arm["limit"])
+    found = corpora.load(arm["corpus"], report.data, arm["limit"])
     model = make(arm, found.vocab).to(device)
     carried = arm["group"] != "limited"
     count = max(1, arm["tokens"] // (arm["batch"] * arm["length"]))
@@ -129,7 +130,7 @@ def train(model, found, arm, carried, count, device, report):
             memory.write(scores.state)
         return scores.loss.mean()
 
-    step = steps.Steps(model, objective, device, lr=arm["lr"])
+    step = captured_steps.Steps(model, objective, device, lr=arm["lr"])
     for i in range(count):
         if carried:
             at = i % max(1, (span - 1) // length)
@@ -137,7 +138,7 @@ def train(model, found, arm, carried, count, device, report):
         else:
             first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
             rows, keep = stream[first + offsets[:1]], torch.tensor(0.0)
-        loss = step(steps.rate(i, count, min(100, count // 10 + 1)), rows, keep.to(device))
+        loss = step(captured_steps.rate(i, count, min(100, count // 10 + 1)), rows, keep.to(device))
         if i % 50 == 0:
             report(i / count, f"{arm['group']} {arm['corpus']} {arm['model']}, loss {float(loss):.2f}")
 
@@ -179,7 +180,7 @@ def score_windows(model: LanguageModel, stream: np.ndarray, length: int, device:
     total = count = 0.0
     for some in firsts.split(max(1, 2**17 // length)):
         rows = tokens[some[:, None] + torch.arange(length + 1, device=device)]
-        with steps.autocast(device):
+        with captured_steps.autocast(device):
             loss = model.score(rows[:, :-1], rows[:, 1:]).loss.float()
         loss[(some > 0).nonzero()[:, 0], :half] = 0.0
         total, count = total + float(loss.sum()), count + len(some) * half + half * int((some == 0).any())
@@ -193,7 +194,7 @@ def score_carried(model: LanguageModel, stream: np.ndarray, device: str, segment
     tokens, state, total = torch.from_numpy(stream).to(device)[None], model.init_state(1), 0.0
     for at in range(0, len(stream) - 1, segment):
         part = tokens[:, at : at + segment + 1]
-        with steps.autocast(device):
+        with captured_steps.autocast(device):
             scores = model.score(part[:, :-1], part[:, 1:], state)
         state, total = scores.state, total + float(scores.loss.double().sum())
     return total / (len(stream) - 1)

@@ -14,8 +14,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fastweights.lab import plotting
-from fastweights.lab.results import Row, mean_over
+from fastweights.lab.engine import plotting
+from fastweights.lab.engine.results import Row, mean_over
 
 NORMS = ("none", "attention", "sum+attention", "sum", "l2", "hellinger", "nlms")
 BOUNDED = ("sum", "l2", "hellinger", "nlms")
@@ -47,9 +47,9 @@ def cost(arm: dict) -> float:
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
-    from fastweights.lab.normalisation_probe import SCORES, Probe, language
-    from fastweights.lab.retrieval import Task
-    from fastweights.lab.training import train
+    from fastweights.lab.engine.training import train
+    from fastweights.lab.tasks.key_value_retrieval import Task
+    from fastweights.lab.tasks.normalisation_probe import SCORES, Probe, language
 
     if arm["task"] == "language":
         return language(arm, device=device, report=report)

@@ -15,8 +15,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fastweights.lab import plotting
-from fastweights.lab.results import Row, mean_over
+from fastweights.lab.engine import plotting
+from fastweights.lab.engine.results import Row, mean_over
 
 # features, rule, norm, form
 MODELS: dict[str, tuple[str, str, str, str]] = {
@@ -60,8 +60,8 @@ def cost(arm: dict) -> float:
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
-    from fastweights.lab.retrieval import Model, Task
-    from fastweights.lab.training import train
+    from fastweights.lab.engine.training import train
+    from fastweights.lab.tasks.key_value_retrieval import Model, Task
 
     features, rule, norm, form = MODELS[arm["model"]]
     slow: dict[str, Any] = dict(batch=128, lr=1e-4) if features == "tanh" else {}  # as published

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.lab import models, plotting, steps, stories
-from fastweights.lab.results import mean_over
+from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine.results import mean_over
+from fastweights.lab.tasks import babi_stories, models
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "dpfp-sum", "elu-delta", "dpfp-delta", "delta", "gated-delta", "lstm"),
@@ -39,7 +40,7 @@ def cost(arm):
 
 
 def run(arm, *, device, report):
-    found = stories.load(None if report.smoke else report.data, arm["limit"])
+    found = babi_stories.load(None if report.smoke else report.data, arm["limit"])
     vocab = 1 + len(found.words) + len(found.answers)  # answers are told apart from words
     model = models.build([arm["model"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4, dropout=0.1).to(device)
     to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731
@@ -51,26 +52,26 @@ def run(arm, *, device, report):
         return F.cross_entropy(answers(words).float().flatten(0, 1), labels.flatten(), ignore_index=-1)
 
     train, order = list(found.train), random.Random(arm["seed"])
-    step = steps.Steps(model, objective, device, lr=arm["lr"])
+    step = captured_steps.Steps(model, objective, device, lr=arm["lr"])
     for epoch in range(arm["epochs"]):
         order.shuffle(train)
-        epoch_batches = stories.batches(train, found, arm["tokens"])
+        epoch_batches = babi_stories.batches(train, found, arm["tokens"])
         order.shuffle(epoch_batches)
         for batch in epoch_batches:
             words, labels, _ = to(batch)
-            loss = step(steps.rate(epoch, arm["epochs"], 2), words, labels)
+            loss = step(captured_steps.rate(epoch, arm["epochs"], 2), words, labels)
         report(epoch / arm["epochs"], f"{arm['model']}, loss {float(loss):.2f}")
     return [dict(read=found.name, parameters=sum(p.numel() for p in model.parameters()), task=task, error=error)
             for task, error in errors(model, answers, found, arm["tokens"], device).items()]  # fmt: skip
 
 
 @torch.no_grad()
-def errors(model: Any, answers: Any, found: stories.Stories, tokens: int, device: str) -> dict[int, float]:
+def errors(model: Any, answers: Any, found: babi_stories.Stories, tokens: int, device: str) -> dict[int, float]:
     """Share of wrong answers on the test stories of each task."""
     model.eval()
     wrong, asked = np.zeros(21), np.zeros(21)
-    for words, labels, tasks in stories.batches(found.test, found, tokens):
-        with steps.autocast(device):
+    for words, labels, tasks in babi_stories.batches(found.test, found, tokens):
+        with captured_steps.autocast(device):
             guess = answers(torch.from_numpy(words).to(device)).argmax(-1).cpu().numpy()
         np.add.at(wrong, tasks, ((guess != labels) & (labels >= 0)).sum(1))
         np.add.at(asked, tasks, (labels >= 0).sum(1))
@@ -85,7 +86,7 @@ def table(rows):
     means = _means(rows)
     names = list(dict.fromkeys(r["model"] for r in rows))
     tasks = sorted({r["task"] for r in rows})
-    shown = [dict(task=f"{t} {stories.TASKS[t - 1]}") | {m: means[m, t] for m in names} for t in tasks]
+    shown = [dict(task=f"{t} {babi_stories.TASKS[t - 1]}") | {m: means[m, t] for m in names} for t in tasks]
     return [*shown, dict(task="mean") | {m: float(np.mean([means[m, t] for t in tasks])) for m in names}]
 
 
@@ -98,7 +99,7 @@ def plot(rows, path: Path):
         for i, j in np.ndindex(grid.shape):
             ax.text(j, i, f"{grid[i, j]:.0f}", ha="center", va="center", fontsize=8.5,
                     color="white" if grid[i, j] > 55 else plotting.INK)  # fmt: skip
-        labels = [f"{t} {stories.TASKS[t - 1]}" for t in tasks] + ["mean"]
+        labels = [f"{t} {babi_stories.TASKS[t - 1]}" for t in tasks] + ["mean"]
         ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
         ax.set_yticks(range(len(names)), names)
         ax.grid(visible=False)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.lab import models, plotting, steps
-from fastweights.lab.results import mean_over
+from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine.results import mean_over
+from fastweights.lab.tasks import models
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "performer", "dpfp-sum", "retnet", "elu-delta", "dpfp-delta", "delta", "gated-delta"),
@@ -76,12 +77,12 @@ def run(arm, *, device, report):
     model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=1 if arm["width"] < 64 else 2,
                          conv=4).to(device)  # fmt: skip
     choices = torch.tensor(counts(most), device=device)
-    step = steps.Steps(model, lambda tokens, labels: F.cross_entropy(
+    step = captured_steps.Steps(model, lambda tokens, labels: F.cross_entropy(
         answers(model, tokens).float().flatten(0, 1), labels[:, labels.shape[1] // 2 :: 2].flatten(), ignore_index=-1
     ), device, lr=arm["lr"])  # fmt: skip
     for i in range(arm["steps"]):
         some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
-        loss = step(steps.rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
+        loss = step(captured_steps.rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
         if i % 100 == 0:
             report(i / arm["steps"], f"{arm['model']} width {arm['width']}, loss {float(loss):.2f}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -106,7 +107,7 @@ def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generat
     for _ in range(max(1, TESTED // 256)):
         tokens, labels = sequences(256, torch.full((256,), n, device=device), most, vocab, generator)
         labels = labels[:, labels.shape[1] // 2 :: 2]
-        with steps.autocast(device):
+        with captured_steps.autocast(device):
             guess = answers(model, tokens).argmax(-1)
         right, asked = right + float((guess == labels).sum()), asked + float((labels >= 0).sum())
     return right / asked

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastweights.lab import steps, text
+from fastweights.lab.engine import captured_steps
+from fastweights.lab.tasks import corpora
 from fastweights.lm.adapting import Dynamic, adapting
 
 SEGMENT = 64  # tokens between updates of dynamic evaluation
@@ -16,7 +17,7 @@ BINS = dict(
 )  # fmt: skip
 
 
-def documents(found: text.Text, split: str, tokens: int) -> list[np.ndarray]:
+def documents(found: corpora.Text, split: str, tokens: int) -> list[np.ndarray]:
     """The first documents of a split, about so many tokens in all."""
     stream, starts = getattr(found, split), found.starts[split]
     pieces = [p for p in np.split(stream, starts[1:]) if len(p) > 1]
@@ -24,7 +25,7 @@ def documents(found: text.Text, split: str, tokens: int) -> list[np.ndarray]:
     return pieces[: int(np.searchsorted(total, tokens)) + 1]
 
 
-def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: text.Text, *, lr: float | None = None,
+def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: corpora.Text, *, lr: float | None = None,
           window: int = READ) -> list:  # fmt: skip
     """Nats of each token but the first of each document, memory carried from its first token.
 
@@ -32,7 +33,7 @@ def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: tex
     """
     model.eval()
     rows = [torch.from_numpy(d)[None].to(device) for d in docs]
-    with steps.autocast(device):
+    with captured_steps.autocast(device):
         if mode != "dynamic":
             with torch.no_grad():
                 return [_carried(model, row, mode, window) for row in rows]

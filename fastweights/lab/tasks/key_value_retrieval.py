@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fastweights import attention
 from fastweights.attention_config import NORMS, AttentionConfig
 from fastweights.features import EPS as FEATURE_EPS
-from fastweights.lab.training import adam, descend
+from fastweights.lab.engine.training import adam, descend
 from fastweights.torch import fast_weight, feature_map
 from fastweights.torch.nn import OPS
 

@@ -1,4 +1,4 @@
-"""The letters-and-digits task and the networks that are trained on it (see associative.py).
+"""The letters-and-digits task and the networks that are trained on it (see papers/associative.py).
 
 Shapes: A copies of a network (seeds), B sequences of T = 2 pairs + 3 symbols, R hidden units.
 """
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
-from fastweights.lab.associative import DIGITS, LETTERS, PAIRS, VOCABULARY
-from fastweights.lab.training import adam, descend
+from fastweights.lab.engine.training import adam, descend
 from fastweights.torch import FastWeightRNN
 
+LETTERS, DIGITS, PAIRS = 26, 10, 4
+VOCABULARY = LETTERS + DIGITS + 1  # and the question mark
 TESTED = 4096  # sequences per evaluation
 # A ReLU network is one with fast weights that never reads them.
 RECURRENT: dict[str, dict[str, Any]] = {
@@ -72,7 +73,7 @@ class Network(nn.Module):
 
 
 class Learner:
-    """Copies of a network, stacked with `torch.func`, their optimiser and their data (see training.py)."""
+    """Copies of a network, stacked with `torch.func`, their optimiser and their data (see engine/training.py)."""
 
     def __init__(self, model: str, R: int, copies: int, device: str, batch: int = 128):
         self.copies, self.device, self.batch = copies, device, batch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.lab.retrieval import Model, effective
+from fastweights.lab.tasks.key_value_retrieval import Model, effective
 from fastweights.torch import fast_weight
 
 SCORES = ("loss", "cosine", "size", "retrieved", "memory", "z", "gain", "highest_gain")
@@ -84,11 +84,11 @@ class Probe(Model):
 
 def language(arm: dict, *, device: str, report: Any) -> list[dict]:
     """A small language model with this norm: loss while training, then its memory by position."""
-    from fastweights.lab import models, text
-    from fastweights.lab.steps import Steps, autocast, rate
+    from fastweights.lab.engine.captured_steps import Steps, autocast, rate
+    from fastweights.lab.tasks import corpora, models
     from fastweights.lm.model import State
 
-    corpus = text.load("stdlib-bytes", None, arm["limit"])
+    corpus = corpora.load("stdlib-bytes", None, arm["limit"])
     train, valid = (torch.from_numpy(x).to(device) for x in (corpus.train, corpus.valid))
     torch.manual_seed(arm["seed"])
     model = models.build(["elu-delta"] * arm["depth"], corpus.vocab, dim=arm["dim"], heads=arm["heads"],

@@ -1,0 +1,1 @@
+"""What runs the experiments: plans, processes, results on disk, training steps and figures; knows no experiment."""

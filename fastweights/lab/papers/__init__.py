@@ -1,0 +1,1 @@
+"""One file per figure or table of the papers: claim, cost, settings, run, plot, check (see `fastweights.lab`)."""
