@@ -1,11 +1,10 @@
 """The forward pass of `FastWeightAttention`, once, for every framework.
 
-A framework owns the parameters and brings its functions (`Ops`); everything that decides what the layer computes is
-here and in attention_config.py. Shapes: B batch, T tokens, D model width, H heads, K key width, V value width, W
-convolution width, N packed sequences.
+A framework owns the parameters and brings its functions (framework.py); everything that decides what the layer
+computes is here and in attention_config.py. Shapes: B batch, T tokens, D model width, H heads, K key width, V value
+width, W convolution width, N packed sequences.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastweights.attention_config import NORMS
@@ -26,26 +25,6 @@ class AttentionState(NamedTuple):
     memory: Any
     z: Any = None
     conv: Any = None
-
-
-class Ops(NamedTuple):
-    """What a framework brings: its array functions, and ours on its arrays."""
-
-    xp: Any  # numpy's spelling
-    nn: Any  # silu, sigmoid, softplus
-    fast_weight: Callable
-    feature_map: Callable
-    matmul: Callable  # x (B, T, D), weight (D, E)
-    split: Callable  # x, sizes: along the last axis
-    shape: Callable  # of x; axes of unknown length as tensors
-    wide: Callable  # x in float32, or float64 if it is that
-    cast: Callable  # x in the dtype of `like`
-    array: Callable  # numbers as a wide array beside `like`
-    zeros: Callable  # shape, in the dtype of `like` and beside it
-    arange: Callable  # n whole numbers beside `like`
-    take: Callable  # x, index, axis: take_along_axis
-    repeat: Callable  # x, times, axis
-    searchsorted: Callable  # sorted, values: from the right
 
 
 def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):

@@ -12,8 +12,6 @@ always 1. Shapes: B batch, T tokens, D width of the body, F hidden width, size, 
 """
 
 import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,22 +86,6 @@ class FWLConfig:
         if self.attn_chunks is not None:
             return max(1, -(-T // self.attn_chunks))
         return max(64, min(1024, 1 << round(K * V / (K + V)).bit_length() - 1))
-
-
-class FWLOps(NamedTuple):
-    """What a framework brings."""
-
-    xp: Any  # numpy's spelling
-    nn: Any  # relu
-    fast_weight: Callable
-    wide: Callable  # x in float32, or float64 if it is that
-    cast: Callable  # x in the dtype of `like`
-    arange: Callable  # n whole numbers beside `like`
-    stop: Callable  # x without its gradient
-    head: Callable  # n, unembed, bias, labels -> loss per token and its gradient at n, differentiable
-    loss: Callable  # the same, loss alone
-    cross_entropy: Callable  # logits, labels -> loss per token
-    matmul: Callable = operator.matmul  # (..., K) times a matrix
 
 
 class FWLState(NamedTuple):
@@ -254,8 +236,8 @@ def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seq
         log_decay = ops.wide(ops.cast(ages, q))[..., None] * math.log(config.decay)
     size = config.chunk_size(q.shape[1] or 1, k.shape[-1], v.shape[-1])
     q, k, v = (ops.cast(x, q)[:, :, None, :] for x in (q, k, v))
-    o, state = ops.fast_weight(q, k, v, beta=beta, log_decay=log_decay, rule=rule, read=read, state=state,
-                               cu_seqlens=cu_seqlens, chunk_size=size)  # fmt: skip
+    o, state = ops.layer_memory(q, k, v, beta=beta, log_decay=log_decay, rule=rule, read=read, state=state,
+                                cu_seqlens=cu_seqlens, chunk_size=size)  # fmt: skip
     return o[:, :, 0], state
 
 

@@ -68,7 +68,7 @@ class Flax:
 
         import fastweights.jax as fw
         from fastweights.jax import head
-        from fastweights.jax.fwl import OPS
+        from fastweights.jax.framework import OPS
 
         jax.config.update("jax_enable_x64", True)
         jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time here
@@ -137,7 +137,7 @@ class Keras:
 
         import fastweights.keras as fw
         from fastweights.keras import head
-        from fastweights.keras.fwl import OPS
+        from fastweights.keras.framework import OPS
 
         self.keras, self.fw, self.head, self.ops = keras, fw, head, OPS
         self.numpy = keras.ops.convert_to_numpy

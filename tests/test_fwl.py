@@ -11,7 +11,7 @@ from torch import nn
 from fastweights import FastWeightError
 from fastweights.fwl import FWLState
 from fastweights.torch import FWLBlock, fast_weight, make_labels
-from fastweights.torch.fwl import _padded
+from fastweights.torch.framework import _padded
 
 
 @pytest.mark.parametrize("form", [dict(), dict(fast_bias=False, shared_norm_step=True)], ids=["tensorflow", "jax"])

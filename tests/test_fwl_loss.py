@@ -13,7 +13,7 @@ from torch import nn
 
 from fastweights import fwl
 from fastweights.torch import FWLBlock, fwl_loss, head
-from fastweights.torch.fwl import OPS
+from fastweights.torch.framework import OPS
 
 FORMS = [
     dict(),

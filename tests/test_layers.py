@@ -163,7 +163,7 @@ def test_sum_with_attention_norm_is_the_linear_transformer():
 def test_nlms_overwrites_whatever_the_length_of_the_key():
     """After writing v to k at full rate, k retrieves v: the point of dividing the rate by |k|^2."""
     from fastweights.attention import mix
-    from fastweights.torch.nn import OPS
+    from fastweights.torch.framework import OPS
 
     config = attention_config.AttentionConfig(6, 1, features="identity", norm="nlms")
     k, v = 10 * torch.randn(1, 8, 1, 6, dtype=torch.float64), torch.randn(1, 8, 1, 6, dtype=torch.float64)

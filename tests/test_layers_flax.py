@@ -15,7 +15,7 @@ from fastweights import FastWeightError
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.parametrize("module", ["nn", "recurrent"])
+@pytest.mark.parametrize("module", ["nn", "sequential"])
 def test_flax_doctests(flax, module):
     result = doctest.testmod(importlib.import_module(f"fastweights.jax.{module}"))
     assert result.attempted

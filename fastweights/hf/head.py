@@ -22,7 +22,7 @@ from fastweights import fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLState, Slow
 from fastweights.torch import head as output
-from fastweights.torch.fwl import OPS
+from fastweights.torch.framework import OPS
 
 MODES = ("residual", "between")
 STEPS = {"between": 6, "residual": 4}  # learned step sizes: of both matrices and biases, and of the norm

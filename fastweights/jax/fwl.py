@@ -7,31 +7,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from fastweights import fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.jax import head
-from fastweights.jax.ops import _values, fast_weight
-
-
-def _wide(dtype):
-    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
-
-
-OPS = fwl.FWLOps(
-    xp=jnp,
-    nn=jax.nn,
-    fast_weight=fast_weight,
-    wide=lambda x: x.astype(_wide(x.dtype)),
-    cast=lambda x, like: x.astype(like.dtype),
-    arange=lambda n, like: jnp.arange(n),
-    stop=lax.stop_gradient,
-    head=head.head,
-    loss=head.loss,
-    cross_entropy=head.cross_entropy,
-)
+from fastweights.jax.framework import OPS, wide_dtype
+from fastweights.jax.ops import _values
 
 
 class FWLBlock(nn.Module):
@@ -162,7 +144,7 @@ class FWLBlock(nn.Module):
         if inputs is None:
             raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or "
                                   'block.apply(variables, batch, method="init_state")')  # fmt: skip
-        zeros = lambda *shape: jnp.zeros((batch, *shape), _wide(dtype))  # noqa: E731
+        zeros = lambda *shape: jnp.zeros((batch, *shape), wide_dtype(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), zeros(inputs).astype(dtype), zeros())  # fmt: skip
 
@@ -217,7 +199,7 @@ class FWLBlock(nn.Module):
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""
         x = self._input(x)
-        labels, weights = jnp.asarray(labels), jnp.asarray(weights, _wide(x.dtype))
+        labels, weights = jnp.asarray(labels), jnp.asarray(weights, wide_dtype(x.dtype))
         inputs = self.inputs
         if self.has_variable("params", "dense1"):
             inputs = self.get_variable("params", "dense1").shape[0]

@@ -20,30 +20,7 @@ from fastweights.attention import AttentionState
 from fastweights.attention_config import AttentionConfig
 from fastweights.core import FastWeightError
 from fastweights.features import parse
-from fastweights.jax.ops import fast_weight, feature_map
-
-
-def _wide(dtype):
-    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
-
-
-OPS = attention.Ops(
-    xp=jnp,
-    nn=jax.nn,
-    fast_weight=fast_weight,
-    feature_map=feature_map,
-    matmul=jnp.matmul,
-    split=lambda x, sizes: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
-    shape=jnp.shape,
-    wide=lambda x: x.astype(_wide(x.dtype)),
-    cast=lambda x, like: x.astype(like.dtype),
-    array=lambda numbers, like: jnp.asarray(numbers, _wide(like.dtype)),
-    zeros=lambda shape, like: jnp.zeros(shape, like.dtype),
-    arange=lambda n, like: jnp.arange(n),
-    take=jnp.take_along_axis,
-    repeat=jnp.repeat,
-    searchsorted=lambda ordered, values: jnp.searchsorted(ordered, values, side="right"),
-)
+from fastweights.jax.framework import OPS, wide_dtype
 
 
 class FastWeightAttention(nn.Module):
@@ -135,18 +112,18 @@ class FastWeightAttention(nn.Module):
 
     def _parameter(self, name, config, dtype):
         """A parameter in the dtype that it is used in: the rates and the norm in float32 or wider."""
-        wide = _wide(self.param_dtype)
+        wide = wide_dtype(self.param_dtype)
 
         def initial(key):
             uniform = lambda low, high, shape: jax.random.uniform(key, shape, wide, low, high)  # noqa: E731
             return config.initial_value(name, uniform, jnp).astype(self.param_dtype)
 
         matrix = name in ("in_proj", "conv", "out_proj")
-        return self.param(name, initial).astype(dtype if matrix else _wide(dtype))
+        return self.param(name, initial).astype(dtype if matrix else wide_dtype(dtype))
 
     def _constants(self, config):
         """FAVOR+'s directions; beside them, the number of the draw that they are."""
-        wide = _wide(self.param_dtype)
+        wide = wide_dtype(self.param_dtype)
         projection = self.variable("constants", "projection", lambda: jnp.asarray(config.projection(), wide))
         self.variable("constants", "draws", lambda: jnp.zeros((), jnp.int32))
         return projection.value
@@ -160,7 +137,7 @@ class FastWeightAttention(nn.Module):
     def init_state(self, batch: int) -> AttentionState:
         """The state that None stands for, for an input of `dtype` (`param_dtype` when that is absent)."""
         c, dtype = self.config, self.dtype or self.param_dtype
-        memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), _wide(dtype))
+        memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), wide_dtype(dtype))
         z = memory[..., 0] if attention_config.NORMS[c.norm][1] else None
         return AttentionState(memory, z, jnp.zeros((batch, c.conv - 1, c.channels), dtype) if c.conv else None)
 

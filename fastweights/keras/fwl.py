@@ -8,35 +8,11 @@ import numpy as np
 from keras import KerasTensor, ops
 
 from fastweights import core, fwl
-from fastweights.core import FastWeightError, dtype_name
+from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.keras import head
-from fastweights.keras.nn import Tensor, add_parameter, matmul, random_generator
-from fastweights.keras.ops import _values, fast_weight
-
-
-def _wide(dtype):
-    return "float64" if dtype == "float64" else "float32"
-
-
-def _fast_weight(q, k, v, *, chunk_size, **how):
-    """A length that TensorFlow does not know while it builds a graph cannot be cut into attn_chunks: 64 at a time."""
-    return fast_weight(q, k, v, chunk_size=chunk_size if q.shape[1] or chunk_size > 1 else None, **how)
-
-
-OPS = fwl.FWLOps(
-    xp=ops,
-    nn=ops,
-    fast_weight=_fast_weight,
-    wide=lambda x: ops.cast(x, _wide(dtype_name(x))),
-    cast=lambda x, like: ops.cast(x, like.dtype),
-    arange=lambda n, like: ops.arange(ops.shape(like)[1] if n is None else n, dtype="int32"),
-    stop=ops.stop_gradient,
-    head=head.head,
-    loss=head.loss,
-    cross_entropy=head.cross_entropy,
-    matmul=matmul,
-)
+from fastweights.keras.framework import OPS, Tensor, wide_dtype
+from fastweights.keras.nn import add_parameter, random_generator
+from fastweights.keras.ops import _values
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -175,14 +151,14 @@ class FWLBlock(keras.layers.Layer):
         """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""
         x = self._input(x)
         p = self._weights()
-        return matmul(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"]) + p["unembed_bias"]
+        return OPS.matmul(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"]) + p["unembed_bias"]
 
     def init_state(self, batch: int) -> FWLState:
         """The state before the first token, for `step`."""
         if not self.built:
             self.build(None)
         c, inputs, dtype = self.config, self.slow_weights["dense1"].shape[0], self.compute_dtype
-        zeros = lambda *shape: ops.zeros((batch, *shape), _wide(dtype))  # noqa: E731
+        zeros = lambda *shape: ops.zeros((batch, *shape), wide_dtype(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), ops.cast(zeros(inputs), dtype), zeros())  # fmt: skip
 
@@ -250,7 +226,7 @@ class FWLBlock(keras.layers.Layer):
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""
         x, labels = self._input(x), ops.convert_to_tensor(labels)
-        weights = ops.cast(weights, _wide(self.compute_dtype))
+        weights = ops.cast(weights, wide_dtype(self.compute_dtype))
         fwl.check_shapes(self.config, x, labels, weights, self.slow_weights["dense1"].shape[0])
         if len(labels.shape) == 3:
             labels = ops.argmax(labels, -1)

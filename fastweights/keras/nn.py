@@ -17,37 +17,7 @@ from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError, dtype_name
 from fastweights.features import parse
-from fastweights.keras.ops import fast_weight, feature_map
-
-Tensor = Any  # of the backend in use
-
-
-def _wide(dtype):
-    return "float64" if dtype == "float64" else "float32"
-
-
-def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x (B, T, D) @ weight (D, E): keras.ops.matmul loses float64 on torch; TensorFlow's @ is slow to differentiate."""
-    return ops.matmul(x, weight) if keras.backend.backend() == "tensorflow" else x @ ops.convert_to_tensor(weight)
-
-
-OPS = attention.Ops(
-    xp=ops,
-    nn=ops,
-    fast_weight=fast_weight,
-    feature_map=feature_map,
-    matmul=matmul,
-    split=lambda x, sizes: ops.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
-    shape=ops.shape,
-    wide=lambda x: ops.cast(x, _wide(dtype_name(x))),
-    cast=lambda x, like: ops.cast(x, like.dtype),
-    array=lambda numbers, like: ops.convert_to_tensor(numbers, _wide(dtype_name(like))),
-    zeros=lambda shape, like: ops.zeros(shape, like.dtype),
-    arange=lambda n, like: ops.arange(n, dtype="int32"),
-    take=ops.take_along_axis,
-    repeat=ops.repeat,
-    searchsorted=lambda ordered, values: ops.searchsorted(ordered, values, side="right"),
-)
+from fastweights.keras.framework import OPS, Tensor, wide_dtype
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -149,7 +119,7 @@ class FastWeightAttention(keras.layers.Layer):
             mask = getattr(x, "_keras_mask", None)  # which Keras hands over itself unless a state is given
         dtype = self.compute_dtype
         matrices = ("in_proj", "conv", "out_proj")  # the rates and the norm are used in float32 or wider
-        p = {n: ops.cast(w, dtype if n in matrices else _wide(dtype)) for n, w in self.slow_weights.items()}
+        p = {n: ops.cast(w, dtype if n in matrices else wide_dtype(dtype)) for n, w in self.slow_weights.items()}
         if self.projection is not None:
             p["projection"] = self.projection
         y, state = attention.forward(
@@ -199,8 +169,8 @@ class FastWeightAttention(keras.layers.Layer):
         """Shape and dtype of each part of the state; an absent one has an axis of length 0."""
         c, dtype = self.config, self.compute_dtype
         key = c.feature_width
-        yield (batch, c.heads, key, c.value_width), _wide(dtype)
-        yield (batch, c.heads, key if attention_config.NORMS[c.norm][1] else 0), _wide(dtype)
+        yield (batch, c.heads, key, c.value_width), wide_dtype(dtype)
+        yield (batch, c.heads, key if attention_config.NORMS[c.norm][1] else 0), wide_dtype(dtype)
         yield (batch, c.conv - 1 if c.conv else 0, c.channels), dtype
 
     def _absent_as_empty(self, state):

@@ -9,7 +9,8 @@ import numpy as np
 from keras import KerasTensor, ops
 
 from fastweights.core import FastWeightError
-from fastweights.keras.nn import Tensor, add_parameter, matmul, random_generator
+from fastweights.keras.framework import Tensor, matmul
+from fastweights.keras.nn import add_parameter, random_generator
 from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
 
 

@@ -11,45 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from fastweights import core, fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.torch import fwl_loss, head
-from fastweights.torch.ops import fast_weight
-
-
-def _wide(x):
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _cross_entropy(logits, labels):
-    flat = nn.functional.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
-    return flat.view(labels.shape)
-
-
-def _fast_weight(q, k, v, *, state, **how):
-    """Keys one wider than a layer, for its bias, are filled up on a GPU: matrix units want aligned rows."""
-    missing = -q.shape[-1] % 8 if q.is_cuda and q.shape[-1] > 1 else 0
-    return _padded(q, k, v, state, missing, **how) if missing else fast_weight(q, k, v, state=state, **how)
-
-
-def _padded(q, k, v, state, missing, **how):
-    """`fast_weight` with keys that are wider by `missing` zeros; the state is as without them."""
-    width, pad = q.shape[-1], nn.functional.pad
-    state = None if state is None else pad(state, (0, 0, 0, missing))
-    o, state = fast_weight(pad(q, (0, missing)), pad(k, (0, missing)), v, state=state, **how)
-    return o, state[:, :, :width]
-
-
-OPS = fwl.FWLOps(
-    xp=torch,
-    nn=nn.functional,
-    fast_weight=_fast_weight,
-    wide=_wide,
-    cast=lambda x, like: x.to(like.dtype),
-    arange=lambda n, like: torch.arange(n, device=like.device),
-    stop=lambda x: x.detach(),
-    head=head.head,
-    loss=head.loss,
-    cross_entropy=_cross_entropy,
-)
+from fastweights.torch import fwl_loss
+from fastweights.torch.framework import OPS
 
 
 class FWLBlock(LazyModuleMixin, nn.Module):

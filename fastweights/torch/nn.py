@@ -1,7 +1,6 @@
 """Layers for PyTorch: batch first, state in and state out."""
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,41 +9,7 @@ from torch import Tensor, nn
 
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
-from fastweights.torch import hand_gradients
-from fastweights.torch.ops import fast_weight, feature_map
-
-
-def _array(numbers: tuple[float, ...], like: Tensor) -> Tensor:
-    """numbers beside `like`; on a GPU copied there once, since a copy would wait, and break a CUDA graph."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if like.is_cuda and type(like) is Tensor and not torch.compiler.is_compiling():
-        return _kept(numbers, dtype, like.device)
-    return torch.tensor(numbers, dtype=dtype, device=like.device)
-
-
-@cache
-def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=dtype, device=device)
-
-
-OPS = attention.Ops(
-    xp=torch,
-    nn=hand_gradients,
-    fast_weight=fast_weight,
-    feature_map=feature_map,
-    matmul=torch.matmul,
-    split=lambda x, sizes: torch.split(x, sizes, -1),
-    shape=lambda x: x.shape,
-    wide=lambda x: x if x.dtype == torch.float64 else x.float(),
-    cast=lambda x, like: x.to(like.dtype),
-    array=_array,
-    zeros=lambda shape, like: like.new_zeros(shape),
-    arange=lambda n, like: torch.arange(n, device=like.device),
-    take=torch.take_along_dim,
-    repeat=torch.repeat_interleave,
-    searchsorted=lambda ordered, values: torch.searchsorted(ordered, values, right=True),
-)  # fmt: skip
+from fastweights.torch.framework import OPS
 
 
 class FastWeightAttention(nn.Module):

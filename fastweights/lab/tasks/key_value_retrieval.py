@@ -20,7 +20,7 @@ from fastweights.attention_config import NORMS, AttentionConfig
 from fastweights.features import EPS as FEATURE_EPS
 from fastweights.lab.engine.training import adam, descend
 from fastweights.torch import fast_weight, feature_map
-from fastweights.torch.nn import OPS
+from fastweights.torch.framework import OPS
 
 D = 64
 EPS = 1e-6  # the published code's, added to every denominator when reading

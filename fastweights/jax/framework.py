@@ -1,0 +1,41 @@
+"""JAX, as the code that is written once for every framework sees it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fastweights.framework import Ops
+from fastweights.jax import head
+from fastweights.jax.ops import fast_weight, feature_map
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """float32, or float64 if it is that."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+OPS = Ops(
+    xp=jnp,
+    nn=jax.nn,
+    fast_weight=fast_weight,
+    layer_memory=fast_weight,
+    feature_map=feature_map,
+    matmul=jnp.matmul,
+    split=lambda x, sizes: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
+    shape=jnp.shape,
+    wide=lambda x: x.astype(wide_dtype(x.dtype)),
+    cast=lambda x, like: x.astype(like.dtype),
+    array=lambda numbers, like: jnp.asarray(numbers, wide_dtype(like.dtype)),
+    zeros=lambda shape, like: jnp.zeros(shape, like.dtype),
+    arange=lambda n, like: jnp.arange(n),
+    take=jnp.take_along_axis,
+    repeat=jnp.repeat,
+    searchsorted=lambda ordered, values: jnp.searchsorted(ordered, values, side="right"),
+    stop=lax.stop_gradient,
+    head=head.head,
+    loss=head.loss,
+    cross_entropy=head.cross_entropy,
+)

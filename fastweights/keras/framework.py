@@ -1,0 +1,53 @@
+"""Keras, as the code that is written once for every framework sees it."""
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from fastweights.core import dtype_name
+from fastweights.framework import Ops
+from fastweights.keras import head
+from fastweights.keras.ops import fast_weight, feature_map
+
+Tensor = Any  # of the backend in use
+
+
+def wide_dtype(dtype: str) -> str:
+    """float32, or float64 if it is that."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x (B, T, D) @ weight (D, E): keras.ops.matmul loses float64 on torch; TensorFlow's @ is slow to differentiate."""
+    return ops.matmul(x, weight) if keras.backend.backend() == "tensorflow" else x @ ops.convert_to_tensor(weight)
+
+
+def _layer_memory(q, k, v, *, chunk_size, **how):
+    """A length that TensorFlow does not know while it builds a graph cannot be cut into attn_chunks: 64 at a time."""
+    return fast_weight(q, k, v, chunk_size=chunk_size if q.shape[1] or chunk_size > 1 else None, **how)
+
+
+OPS = Ops(
+    xp=ops,
+    nn=ops,
+    fast_weight=fast_weight,
+    layer_memory=_layer_memory,
+    feature_map=feature_map,
+    matmul=matmul,
+    split=lambda x, sizes: ops.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
+    shape=ops.shape,
+    wide=lambda x: ops.cast(x, wide_dtype(dtype_name(x))),
+    cast=lambda x, like: ops.cast(x, like.dtype),
+    array=lambda numbers, like: ops.convert_to_tensor(numbers, wide_dtype(dtype_name(like))),
+    zeros=lambda shape, like: ops.zeros(shape, like.dtype),
+    arange=lambda n, like: ops.arange(ops.shape(like)[1] if n is None else n, dtype="int32"),
+    take=ops.take_along_axis,
+    repeat=ops.repeat,
+    searchsorted=lambda ordered, values: ops.searchsorted(ordered, values, side="right"),
+    stop=ops.stop_gradient,
+    head=head.head,
+    loss=head.loss,
+    cross_entropy=head.cross_entropy,
+)
