@@ -140,8 +140,8 @@ def test_hugging_face_computes_the_delta_rule():
 def test_hugging_faces_model_is_ours_by_another_hand():
     """Loss and gradients of weights that are not where training starts."""
     from fastweights.bench.qwen import their_model
-    from fastweights.lm.config import Config
-    from fastweights.lm.model import LanguageModel
+    from fastweights.models.config import Config
+    from fastweights.models.language_model import LanguageModel
 
     torch.manual_seed(0)
     ours = LanguageModel(Config(model="gated-delta", head="linear", dim=16, heads=2, depth=2), 31)

@@ -10,9 +10,9 @@ import pytest
 
 import fastweights
 from fastweights import cli
-from fastweights.bench import cli as bench_cli
 from fastweights.bench import peers
 from fastweights.bench.case import Case, Contestant, our_method
+from fastweights.cli import bench as bench_cli
 from fastweights.core import FastWeightError
 
 ROOT = Path(fastweights.__file__).parents[1]

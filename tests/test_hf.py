@@ -19,12 +19,14 @@ from transformers import (
     pipeline,
 )  # fmt: skip
 
+from fastweights import files
 from fastweights.core import FastWeightError
 from fastweights.hf import FastWeightCache, FastWeightConfig, FastWeightForCausalLM, FastWeightModel, export
 from fastweights.hf.export import from_language_model, tokenizer_of
-from fastweights.lm import Config, folder
-from fastweights.lm.model import LanguageModel
-from fastweights.lm.tokenizer import Bytes, Subwords
+from fastweights.lm import Config
+from fastweights.models import run_folder
+from fastweights.models.language_model import LanguageModel
+from fastweights.text.tokenizer import Bytes, Subwords
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, sliding_window=6, pad_token_id=0)
 FAST = dict(normalizer=4.0)
@@ -233,8 +235,8 @@ def test_an_exported_tokenizer_gives_the_same_tokens(ours, tmp_path):
 def test_a_run_in_a_pipeline(tmp_path):
     ours = language_model("fwl")
     run = tmp_path / "run"
-    folder.write_config(run, ours.config, 257)
-    folder.write_tensors(run / folder.BEST, {f"model.{n}": x for n, x in ours.state_dict().items()}, {})
+    run_folder.write_config(run, ours.config, 257)
+    files.write_tensors(run / run_folder.BEST, {f"model.{n}": x for n, x in ours.state_dict().items()}, {})
     export(run, tmp_path / "exported")
     with pytest.raises(FastWeightError, match="exported exists; expected a new or an empty folder"):
         export(run, tmp_path / "exported")

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastweights import cli
 from fastweights.core import FastWeightError
 from fastweights.hf import attach, attached, detach
-from fastweights.hf.adapting import Adapting, HeadTrainer, body, read_batch, train_head
 from fastweights.hf.export import tokenizer_of
+from fastweights.hf.head_training import Adapting, HeadTrainer, body, read_batch, train_head
 from fastweights.hf.loading import load_model, read_text, row_of
 from fastweights.hf.scoring import Reading, score
-from fastweights.lm.tokenizer import Bytes
+from fastweights.text.tokenizer import Bytes
 from fastweights.torch.dynamic import GradientStatistics
 
 WORDS = ["the quick brown fox ", "jumps over the lazy dog, ", "and — naïvely — sleeps. "]

@@ -11,7 +11,7 @@ from fastweights.core import FastWeightError
 from fastweights.lab.engine import captured_steps
 from fastweights.lab.papers import fast_weight_layers, language_model, recall
 from fastweights.lab.tasks import babi_stories, corpora, document_losses, encoder_decoder, models
-from fastweights.lm.mixers import SoftmaxMixer
+from fastweights.models.mixers import SoftmaxMixer
 
 
 @pytest.fixture(autouse=True)

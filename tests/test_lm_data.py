@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fastweights.core import FastWeightError
-from fastweights.lm import corpus, data, tokenizer
+from fastweights.lm import data
 from fastweights.lm.data import Batches, prepare
+from fastweights.text import corpus, tokenizer
 
 TEXT = b"def f(x):\n    return x + 1\n"
 

@@ -10,12 +10,13 @@ import torch
 from rich.console import Console
 
 from fastweights.core import FastWeightError
-from fastweights.lm import evaluation, report
-from fastweights.lm.adapting import Dynamic
-from fastweights.lm.config import Config
+from fastweights.lm import evaluation
 from fastweights.lm.evaluation import Text
-from fastweights.lm.model import LanguageModel
-from fastweights.lm.tokenizer import Bytes
+from fastweights.models.config import Config
+from fastweights.models.dynamic_evaluation import Dynamic
+from fastweights.models.language_model import LanguageModel
+from fastweights.text import report
+from fastweights.text.tokenizer import Bytes
 
 WORDS = (b"the quick brown fox ", b"jumps over the lazy dog ", b"and sleeps. ")
 

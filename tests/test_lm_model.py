@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lm.config import Config
 from fastweights.lm.generation import Sampling, generate, text_of
-from fastweights.lm.memory import Memory
-from fastweights.lm.mixers import Pieces
-from fastweights.lm.model import LanguageModel
-from fastweights.lm.tokenizer import Bytes
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.memory import Memory
+from fastweights.models.mixers import Pieces
+from fastweights.text.tokenizer import Bytes
 
 MODELS = ["transformer", "linear", "performer", "delta", "gated-delta", "lstm"]
 

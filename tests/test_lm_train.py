@@ -11,12 +11,14 @@ import time
 import pytest
 import torch
 
+from fastweights import files
 from fastweights.core import FastWeightError
-from fastweights.lm import files, folder, training
-from fastweights.lm.config import Config
-from fastweights.lm.model import LanguageModel
+from fastweights.lm import training
 from fastweights.lm.parallel import Ranks
 from fastweights.lm.training import share_of_rate, train
+from fastweights.models import run_folder
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
 
 SMALL = dict(
     head="linear",
@@ -75,7 +77,7 @@ def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
         go("killed", **changes)
     monkeypatch.setattr(training.Trainer, "step", real)
     assert go("killed", resume=True) == wanted
-    a, b = (files.read_tensors(tmp_path / name / folder.LAST)[0] for name in ("whole", "killed"))
+    a, b = (files.read_tensors(tmp_path / name / run_folder.LAST)[0] for name in ("whole", "killed"))
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
@@ -85,7 +87,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(go, tmp_path, corpus, capsys):
     from rich.console import Console
 
     def interrupt():
-        path = tmp_path / "run" / folder.METRICS
+        path = tmp_path / "run" / run_folder.METRICS
         while not (path.exists() and path.read_text().count("\n") >= 3):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
@@ -94,8 +96,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(go, tmp_path, corpus, capsys):
     config = Config(data=corpus, **(SMALL | dict(steps=100_000, eval_every=100_000)))
     run = train(config, tmp_path / "run", console=Console(width=300), cache=tmp_path / "cache")
     assert f"Go on with: fastweights train {run} --resume" in capsys.readouterr().out
-    steps = len((run / folder.METRICS).read_text().splitlines())
-    assert json.loads(files.read_tensors(run / folder.LAST)[1]["about"])["step"] == steps >= 3
+    steps = len((run / run_folder.METRICS).read_text().splitlines())
+    assert json.loads(files.read_tensors(run / run_folder.LAST)[1]["about"])["step"] == steps >= 3
 
 
 @pytest.mark.parametrize("head", ["linear", "fwl"])
@@ -113,7 +115,7 @@ def test_accumulation_is_a_larger_batch(go):
 def test_a_time_limit_ends_the_schedule(go, tmp_path):
     losses = go("run", steps=1_000_000, minutes=0.02, eval_every=1_000_000)
     assert 1 <= len(losses) < 1000
-    assert (tmp_path / "run" / folder.BEST).exists()
+    assert (tmp_path / "run" / run_folder.BEST).exists()
 
 
 def test_schedule():
@@ -142,24 +144,24 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
 
 def test_a_run_that_is_not_there_or_half_written(go, tmp_path):
     with pytest.raises(FastWeightError, match="does not exist; expected a folder that `fastweights train` made"):
-        folder.load(tmp_path / "none")
+        run_folder.load(tmp_path / "none")
     go("run", steps=2)
     with pytest.raises(FastWeightError, match="exists; expected a new folder, or --resume"):
         go("run", steps=2)
     run = tmp_path / "run"
-    content = (run / folder.BEST).read_bytes()
-    (run / folder.BEST).write_bytes(content[: len(content) // 2])
+    content = (run / run_folder.BEST).read_bytes()
+    (run / run_folder.BEST).write_bytes(content[: len(content) // 2])
     with pytest.raises(FastWeightError, match=r"cannot be read: .*; expected a complete safetensors file"):
-        folder.load(run)
-    (run / folder.BEST).unlink()
-    (run / folder.LAST).unlink()
+        run_folder.load(run)
+    (run / run_folder.BEST).unlink()
+    (run / run_folder.LAST).unlink()
     with pytest.raises(FastWeightError, match="has no checkpoint yet"):
-        folder.load(run)
+        run_folder.load(run)
     with pytest.raises(FastWeightError, match="expected a run that saved a checkpoint to resume"):
         go("run", resume=True)
-    (run / folder.CONFIG).write_text("{")
+    (run / run_folder.CONFIG).write_text("{")
     with pytest.raises(FastWeightError, match="is not JSON"):
-        folder.load(run)
+        run_folder.load(run)
 
 
 def test_no_file_of_a_run_is_pickled(go, tmp_path):
@@ -197,19 +199,19 @@ def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parall
     config = Config(data=corpus, parallel=parallel, device="cpu", **(SMALL | same))
     run = tmp_path / "two"
     two_processes(config, run, False, tmp_path / "cache")
-    losses = lambda: [json.loads(line)["loss"] for line in (run / folder.METRICS).read_text().splitlines()]  # noqa: E731
+    losses = lambda: [json.loads(line)["loss"] for line in (run / run_folder.METRICS).read_text().splitlines()]  # noqa: E731
     assert losses() == pytest.approx(wanted, rel=1e-4)
-    about = json.loads((run / folder.CONFIG).read_text())
+    about = json.loads((run / run_folder.CONFIG).read_text())
     about["config"]["steps"] = 8
-    (run / folder.CONFIG).write_text(json.dumps(about))
+    (run / run_folder.CONFIG).write_text(json.dumps(about))
     two_processes(config, run, True, tmp_path / "cache")
     assert losses()[:6] == pytest.approx(wanted, rel=1e-4)
     assert len(losses()) == 8
     assert max(losses()[6:]) < wanted[0] - 0.5
-    assert torch.isfinite(folder.load(run).score(*torch.zeros(2, 1, 5, dtype=torch.long)).loss).all()
-    config, about = folder.read_config(run)
+    assert torch.isfinite(run_folder.load(run).score(*torch.zeros(2, 1, 5, dtype=torch.long)).loss).all()
+    config, about = run_folder.read_config(run)
     with pytest.raises(FastWeightError, match="carries the memory of 2 batches; expected 1: resume with as many"):
-        folder.restore(run, LanguageModel(config, about["vocab"]), Ranks())
+        run_folder.restore(run, LanguageModel(config, about["vocab"]), Ranks())
 
 
 def test_processes_must_be_asked_for(go, monkeypatch):

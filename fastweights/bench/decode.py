@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastweights.bench.agree import Disagreement
 from fastweights.bench.report import new_table
-from fastweights.lm.config import Config
-from fastweights.lm.mixers import on_tensors
-from fastweights.lm.model import LanguageModel, State
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel, State
+from fastweights.models.mixers import on_tensors
 
 BATCHES = (1, 64, 512)
 VOCAB = 16_384

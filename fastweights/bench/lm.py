@@ -17,11 +17,11 @@ from fastweights.bench.agree import Disagreement
 from fastweights.bench.qwen import their_model, their_rule
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Call, Timing, interleave
-from fastweights.lm.config import Config
 from fastweights.lm.evaluation import SEGMENT
-from fastweights.lm.memory import size
-from fastweights.lm.model import LanguageModel
 from fastweights.lm.training import Objective, make_optimizer, to_batch
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.memory import size
 
 MODELS = ("delta", "gated-delta")
 OURS, RULE, WHOLE = "ours", "Hugging Face's rule", "Hugging Face's model"

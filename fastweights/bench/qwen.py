@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.attention import NORM_EPS
 from fastweights.core import FastWeightError
-from fastweights.lm.model import EPS, LanguageModel
+from fastweights.models.language_model import EPS, LanguageModel
 from fastweights.torch import feature_map, nn
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
+from fastweights.files import read_json, read_tensors, write_json, write_tensors
 from fastweights.fwl import FWLState
 from fastweights.hf.cache import memory_of
 from fastweights.hf.head import FastHead, HeadConfig
 from fastweights.hf.model import real_tokens
-from fastweights.lm.files import read_json, read_tensors, write_json, write_tensors
 
 NAME = "fast_head"  # of the new part: model.fast_head
 KIND = "fastweights head 1"

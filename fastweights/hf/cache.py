@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.lm.memory import size
-from fastweights.lm.mixers import on_tensors
-from fastweights.lm.model import State
+from fastweights.models.language_model import State
+from fastweights.models.memory import size
+from fastweights.models.mixers import on_tensors
 
 
 class Rows:

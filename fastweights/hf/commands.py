@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fastweights.core import FastWeightError
+from fastweights.files import read_json, read_tensors, write_json, write_tensors
 from fastweights.hf import scoring
-from fastweights.hf.adapting import Adapting, HeadTrainer
 from fastweights.hf.attach import attach, load_attached, save_attached
 from fastweights.hf.export import export
+from fastweights.hf.head_training import Adapting, HeadTrainer
 from fastweights.hf.loading import load_model, read_file, read_text, row_of
 from fastweights.hf.scoring import Reading, call_body
-from fastweights.lm import corpus, evaluation, report
-from fastweights.lm.files import read_json, read_tensors, write_json, write_tensors
+from fastweights.lm import evaluation
+from fastweights.text import corpus, report
 from fastweights.torch.dynamic import GradientStatistics
 
 PROGRESS, OPTIMIZER = "adapt.json", "adapt.safetensors"

@@ -5,8 +5,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fastweights.core import FastWeightError
-from fastweights.lm.config import CHOICES, Config
-from fastweights.lm.model import FAST
+from fastweights.models.config import CHOICES, Config
+from fastweights.models.language_model import FAST
 
 
 class FastWeightConfig(PreTrainedConfig):

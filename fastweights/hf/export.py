@@ -10,9 +10,9 @@ import torch
 from fastweights.core import FastWeightError
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.model import FastWeightForCausalLM
-from fastweights.lm import folder
-from fastweights.lm.model import FAST, LanguageModel
-from fastweights.lm.tokenizer import Bytes, Subwords
+from fastweights.models import run_folder
+from fastweights.models.language_model import FAST, LanguageModel
+from fastweights.text.tokenizer import Bytes, Subwords
 
 START = "<|start|>"  # of a document: the last token of every vocabulary
 WHITE = (9, 10, 11, 12, 13, 32, 0x85, 0xA0)  # what \s means in Latin-1
@@ -23,7 +23,7 @@ def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWe
     target = Path(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise FastWeightError(f"{target} exists; expected a new or an empty folder: nothing is overwritten")
-    source = folder.load(run, last=last, device="cpu")
+    source = run_folder.load(run, last=last, device="cpu")
     model = from_language_model(source)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.lm.mixers import FastWeightMixer, LSTMMixer, LSTMState, SoftmaxMixer, SoftmaxState, rotate
+from fastweights.models.mixers import FastWeightMixer, LSTMMixer, LSTMState, SoftmaxMixer, SoftmaxState, rotate
 
 
 def run_block(block: Any, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-    """(x, state) after a block of `fastweights.lm.model`, for x (B, T, D) and mask (B, T), False for padding."""
+    """(x, state) after a block of the language model, for x (B, T, D) and mask (B, T), False for padding."""
     if mask is None:
         return block(x, state, None)
     y, state = mix(block.mixer, block.norm1(x), state, mask)

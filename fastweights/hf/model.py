@@ -13,7 +13,7 @@ from fastweights.hf.cache import FastWeightCache
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.head import FastHead, HeadConfig
 from fastweights.hf.masked import run_block
-from fastweights.lm.model import LanguageModel, State
+from fastweights.models.language_model import LanguageModel, State
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):

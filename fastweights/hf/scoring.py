@@ -19,7 +19,7 @@ from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, attached
 from fastweights.hf.loading import row_of
 from fastweights.lm.evaluation import Score, Text, watch_memory
-from fastweights.lm.memory import size
+from fastweights.models.memory import size
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
 
 ROWS = 8  # windows of a static score at a time

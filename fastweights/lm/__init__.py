@@ -11,20 +11,20 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Config": "config",
-    "LanguageModel": "model",
-    "Memory": "memory",
-    "Sampling": "generation",
-    "generate": "generation",
-    "load": "folder",
-    "train": "training",
+    "Config": "models.config",
+    "LanguageModel": "models.language_model",
+    "Memory": "models.memory",
+    "Sampling": "lm.generation",
+    "generate": "lm.generation",
+    "load": "models.run_folder",
+    "train": "lm.training",
 }
 
 __all__ = ["Config", "LanguageModel", "Memory", "Sampling", "generate", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are first asked for: the program reads `config` alone to answer --help."""
+    """Names are imported when they are first asked for: `import fastweights.lm` is light."""
     if name not in _HOME:
         raise AttributeError(f"module 'fastweights.lm' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fastweights.lm.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"fastweights.{_HOME[name]}"), name)

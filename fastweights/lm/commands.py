@@ -13,14 +13,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fastweights.core import FastWeightError
-from fastweights.lm import data, evaluation, folder, generation, report
-from fastweights.lm.adapting import Dynamic
-from fastweights.lm.config import Config
+from fastweights.files import write_json
+from fastweights.lm import data, evaluation, generation
 from fastweights.lm.evaluation import Text
-from fastweights.lm.files import write_json
-from fastweights.lm.memory import Memory
-from fastweights.lm.model import LanguageModel
 from fastweights.lm.training import train as run_training
+from fastweights.models import run_folder
+from fastweights.models.config import Config
+from fastweights.models.dynamic_evaluation import Dynamic
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.memory import Memory
+from fastweights.text import report
 
 STATISTICS = 24  # training batches of one segment each, for the step of each weight in dynamic evaluation
 
@@ -37,7 +39,7 @@ def train(config: Config, run: Path, resume: bool) -> None:
 def evaluate(run: Path, files: list[Path], *, modes: list[str], memory: Path | None, min_bytes: int, limit: int,
              dynamic: Dynamic, json: Path | None, picture: Path | None, device: str) -> None:  # fmt: skip
     console = Console()
-    model = folder.load(run, device=device)
+    model = run_folder.load(run, device=device)
     asked = modes or evaluation.modes(model)
     for mode in asked:
         evaluation.check_mode(model, mode)
@@ -62,7 +64,7 @@ def evaluate(run: Path, files: list[Path], *, modes: list[str], memory: Path | N
 
 def generate(run: Path, prompt: str, *, memory: Path | None, tokens: int, until: str, how: generation.Sampling,
              learn: bool, device: str) -> None:  # fmt: skip
-    model = folder.load(run, device=device)
+    model = run_folder.load(run, device=device)
     before = None if memory is None else Memory.load(memory, model)
     if prompt or before is None:
         before = model.read(prompt, before)
@@ -74,7 +76,7 @@ def generate(run: Path, prompt: str, *, memory: Path | None, tokens: int, until:
 
 
 def read(run: Path, file: Path, out: Path, *, memory: Path | None, device: str) -> None:
-    model = folder.load(run, device=device)
+    model = run_folder.load(run, device=device)
     before = None if memory is None else Memory.load(memory, model)
     found = model.read(_text(model, file).tokens, before)
     found.save(out)
@@ -96,7 +98,7 @@ def _text(model: LanguageModel, path: Path) -> Text:
 
 def corpus_of(run: Path) -> data.Corpus:
     """The encoded corpus that a run was trained on."""
-    config, about = folder.read_config(run)
+    config, about = run_folder.read_config(run)
     encoded = Path(about.get("corpus", ""))
     return (
         data.open_folder(encoded) if (encoded / "index.json").exists() else data.prepare(config.data, config.tokenizer)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from fastweights.core import FastWeightError
-from fastweights.lm import corpus, tokenizer
-from fastweights.lm.corpus import SPLITS
+from fastweights.text import corpus, tokenizer
+from fastweights.text.corpus import SPLITS
 
 VERSION = 1  # of the files below
 

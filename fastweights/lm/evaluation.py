@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lm.adapting import Dynamic, adapting
-from fastweights.lm.memory import Memory, size
-from fastweights.lm.model import LanguageModel
+from fastweights.models.dynamic_evaluation import Dynamic, adapting
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.memory import Memory, size
 
 SEGMENT = 1024
 EDGES = (0, 1024, 4096, 16_384, 65_536)  # of the positions that are told apart, in bytes

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.lm.memory import Memory
-from fastweights.lm.model import LanguageModel
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.memory import Memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.lm import folder
-from fastweights.lm.config import Config
 from fastweights.lm.data import Batches, Corpus, prepare
 from fastweights.lm.log import Log
-from fastweights.lm.mixers import Pieces, on_tensors
-from fastweights.lm.model import LanguageModel, State
 from fastweights.lm.parallel import Ranks
+from fastweights.models import run_folder
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel, State
+from fastweights.models.mixers import Pieces, on_tensors
 
 VALID_TOKENS = 32_768
 START: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
@@ -51,7 +51,7 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     """
     run = Path(run)
     config = _claim(run, config, resume)
-    ranks = Ranks.start(config.parallel, folder.pick_device(config.device))
+    ranks = Ranks.start(config.parallel, run_folder.pick_device(config.device))
     if ranks.first:
         prepare(config.data, config.tokenizer, cache)
     ranks.wait()
@@ -59,7 +59,7 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     torch.manual_seed(config.seed)
     model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
     if ranks.first and not resume:
-        folder.write_config(run, config, model.vocab, corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name,
+        run_folder.write_config(run, config, model.vocab, corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name,
                             parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
         corpus.tokenizer.save(run)
     ranks.wait()
@@ -71,11 +71,13 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
 def _claim(run: Path, config: Config, resume: bool) -> Config:
     """The configuration to train: the run's own when it is resumed."""
     if resume:
-        config, _ = folder.read_config(run)
-        if not (run / folder.LAST).exists():
-            raise FastWeightError(f"run {run} has no {folder.LAST}; expected a run that saved a checkpoint to resume")
+        config, _ = run_folder.read_config(run)
+        if not (run / run_folder.LAST).exists():
+            raise FastWeightError(
+                f"run {run} has no {run_folder.LAST}; expected a run that saved a checkpoint to resume"
+            )
         return config
-    if (run / folder.CONFIG).exists():
+    if (run / run_folder.CONFIG).exists():
         raise FastWeightError(f"run {run} exists; expected a new folder, or --resume to go on with it")
     return config
 
@@ -109,16 +111,16 @@ class Trainer:
 
     def go(self, resume: bool, console: Console | None) -> None:
         c, ranks = self.config, self.ranks
-        states, at = folder.restore(self.run, self.model, ranks) if resume else ([], START)
+        states, at = run_folder.restore(self.run, self.model, ranks) if resume else ([], START)
         if c.compile:
             for block in self.model.blocks:
                 block.compile()
         self.objective = ranks.wrap(Objective(self.model))
         self.optimizer = make_optimizer(self.model, c)
         if resume:
-            folder.restore_optimizer(self.run, self.optimizer)
+            run_folder.restore_optimizer(self.run, self.optimizer)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
-        log = Log(self.run, folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
+        log = Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
         tokens_per_step = len(self.batches[0]) * c.length
         done, busy, trained = self.done(step, before), 0.0, 0  # seconds and steps of training alone
         with log, interruptible() as signals:
@@ -140,10 +142,10 @@ class Trainer:
                 log.point(**values)
                 if pause:
                     if valid < best:
-                        folder.save_best(self.run, self.model, step, ranks)
+                        run_folder.save_best(self.run, self.model, step, ranks)
                     best = min(best, valid)
                     about = dict(step=step, seconds=seconds, best=best)
-                    folder.save_last(self.run, self.model, self.optimizer, states, about, ranks)
+                    run_folder.save_last(self.run, self.model, self.optimizer, states, about, ranks)
                 if stopped and done < 1:
                     line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
                     log.console.print(line, highlight=False, markup=False, soft_wrap=True)

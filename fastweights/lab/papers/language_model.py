@@ -22,8 +22,8 @@ from torch import Tensor
 from fastweights.lab.engine import captured_steps, plotting
 from fastweights.lab.engine.results import mean_over
 from fastweights.lab.tasks import corpora, models
-from fastweights.lm.mixers import on_tensors
-from fastweights.lm.model import LanguageModel, State
+from fastweights.models.language_model import LanguageModel, State
+from fastweights.models.mixers import on_tensors
 
 # Perplexity on valid and test. Tables 2 and 5: small models, limited context; Table 4: medium, unbounded.
 PUBLISHED = {

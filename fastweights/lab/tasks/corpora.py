@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fastweights.core import FastWeightError
-from fastweights.lm import corpus
+from fastweights.text import corpus
 
 NAMES = ("wikitext-2-words", "wikitext-2-bytes", "enwik8", "stdlib-words", "stdlib-bytes")
 SPLITS = ("train", "valid", "test")

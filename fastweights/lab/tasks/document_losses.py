@@ -8,7 +8,7 @@ import torch
 
 from fastweights.lab.engine import captured_steps
 from fastweights.lab.tasks import corpora
-from fastweights.lm.adapting import Dynamic, adapting
+from fastweights.models.dynamic_evaluation import Dynamic, adapting
 
 SEGMENT = 64  # tokens between updates of dynamic evaluation
 READ = 1024  # tokens read at a time otherwise

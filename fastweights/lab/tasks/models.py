@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.core import FastWeightError
-from fastweights.lm.config import Config
-from fastweights.lm.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, rotate
-from fastweights.lm.model import LanguageModel
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, rotate
 from fastweights.torch.nn import FastWeightAttention
 
 # Arguments of FastWeightAttention: the cells of the papers' grid, by rule and features.

@@ -86,7 +86,7 @@ def language(arm: dict, *, device: str, report: Any) -> list[dict]:
     """A small language model with this norm: loss while training, then its memory by position."""
     from fastweights.lab.engine.captured_steps import Steps, autocast, rate
     from fastweights.lab.tasks import corpora, models
-    from fastweights.lm.model import State
+    from fastweights.models.language_model import State
 
     corpus = corpora.load("stdlib-bytes", None, arm["limit"])
     train, valid = (torch.from_numpy(x).to(device) for x in (corpus.train, corpus.valid))

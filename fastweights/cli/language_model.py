@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fastweights.core import FastWeightError
-from fastweights.lm.config import DYNAMIC_LR, Config, flags
+from fastweights.models.config import DYNAMIC_LR, Config, flags
 
 
 def _commands(name: str) -> Any:
@@ -89,7 +89,7 @@ def evaluate(
     For example: `fastweights eval runs/first README.md --mode static --mode memory`
     """
     commands = _commands("eval")
-    from fastweights.lm.adapting import Dynamic
+    from fastweights.models.dynamic_evaluation import Dynamic
 
     how = Dynamic(lr=dynamic_lr, segment=dynamic_segment)
     commands.evaluate(run, files or [], modes=mode or [], memory=memory, min_bytes=min_bytes, limit=limit, dynamic=how,

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import attached
 from fastweights.hf.scoring import without_head
-from fastweights.lm.mixers import on_tensors
+from fastweights.models.mixers import on_tensors
 from fastweights.torch import head as output
 
 

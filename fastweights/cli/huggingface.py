@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fastweights.cli.language_model import COMMANDS as lm_commands
+from fastweights.cli.language_model import On
 from fastweights.core import FastWeightError
-from fastweights.lm.cli import COMMANDS as lm_commands
-from fastweights.lm.cli import On
 
 HF_LR = {"sgd": 3e-2, "rms": 1e-5}  # rates of dynamic evaluation without and with statistics
 
@@ -69,7 +69,7 @@ def adapt(
     For example: `fastweights adapt SmolLM2.gguf --data books/ -o books.head --steps 1000`
     """
     commands = _commands("adapt")
-    from fastweights.hf.adapting import Adapting
+    from fastweights.hf.head_training import Adapting
 
     how = Adapting(steps=steps, batch=batch, length=length, window=window, stride=stride, lr=lr, seed=seed)
     commands.adapt(model, data, out or model.with_name(model.name + ".head"), how, size=size, mode=mode, decay=decay,

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lm import tokenizer
-from fastweights.lm.config import Config
-from fastweights.lm.files import read_json, read_tensors, write_json, write_tensors
-from fastweights.lm.memory import flatten, unflatten
-from fastweights.lm.model import LanguageModel
+from fastweights.files import read_json, read_tensors, write_json, write_tensors
 from fastweights.lm.parallel import Ranks, spread_like, whole
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.memory import flatten, unflatten
+from fastweights.text import tokenizer
 
 CONFIG, METRICS, BEST, LAST = "config.json", "metrics.jsonl", "best.safetensors", "last.safetensors"
 

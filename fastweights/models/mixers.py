@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.attention import AttentionState
-from fastweights.lm.config import MIXERS
+from fastweights.models.config import MIXERS
 from fastweights.torch.nn import FastWeightAttention
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastweights.lm.config import DYNAMIC_LR
-from fastweights.lm.model import LanguageModel
+from fastweights.models.config import DYNAMIC_LR
+from fastweights.models.language_model import LanguageModel
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 
 EPS = 1e-4  # added to the root mean squared gradient that divides a weight's step

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.bench.cli import bench
+from fastweights.cli.bench import bench
+from fastweights.cli.huggingface import COMMANDS as hf_commands
+from fastweights.cli.language_model import COMMANDS as lm_commands
+from fastweights.cli.reproduce import COMMANDS as lab_commands
 from fastweights.core import FastWeightError
-from fastweights.hf_cli import COMMANDS as hf_commands
-from fastweights.lab.cli import COMMANDS as lab_commands
-from fastweights.lm.cli import COMMANDS as lm_commands
 
 app = typer.Typer(
     no_args_is_help=True,

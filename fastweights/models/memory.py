@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lm.files import read_tensors, write_tensors
-from fastweights.lm.mixers import on_tensors
+from fastweights.files import read_tensors, write_tensors
+from fastweights.models.mixers import on_tensors
 
 KIND = "fastweights memory 1"
 

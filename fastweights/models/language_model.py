@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastweights.fwl import FWLState
-from fastweights.lm.config import Config
-from fastweights.lm.memory import Memory
-from fastweights.lm.mixers import Pieces, mixer, on_tensors
+from fastweights.models.config import Config
+from fastweights.models.memory import Memory
+from fastweights.models.mixers import Pieces, mixer, on_tensors
 from fastweights.torch import head as blockwise
 from fastweights.torch.fwl import FWLBlock
 

@@ -1,0 +1,1 @@
+"""Documents: where they come from, as tokens, and how well a model predicted them."""
