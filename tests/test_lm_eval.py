@@ -11,12 +11,13 @@ from rich.console import Console
 
 from fastweights.core import FastWeightError
 from fastweights.lm import evaluation
-from fastweights.lm.evaluation import Text
 from fastweights.models.config import Config
 from fastweights.models.dynamic_evaluation import Dynamic
 from fastweights.models.language_model import LanguageModel
 from fastweights.text import report
+from fastweights.text.scores import Text, summary
 from fastweights.text.tokenizer import Bytes
+from fastweights.torch import devices
 
 WORDS = (b"the quick brown fox ", b"jumps over the lazy dog ", b"and sleeps. ")
 
@@ -72,7 +73,7 @@ def test_every_text_starts_from_the_memory(model, texts):
 
 def test_summary_counts_bytes(model, texts, tmp_path):
     scores = [evaluation.score(model, texts, mode) for mode in ("static", "memory")]
-    found = evaluation.summary(model, texts, scores)
+    found = summary(texts, scores, model.tokenizer.lengths())
     total = sum(len(t.data) for t in texts)
     assert found["bytes"] == total
     bits = np.concatenate(scores[1].losses).sum() / math.log(2) / total
@@ -90,21 +91,21 @@ def test_peak_memory_is_that_of_the_work_watched():
     MiB = 2**20
     before = torch.ones(64 * MiB // 4)
     del before
-    peak = evaluation.watch_memory(torch.device("cpu"))
+    peak = devices.watch_memory(torch.device("cpu"))
     assert peak() < 8 * MiB
     torch.ones(32 * MiB // 4)
     held = torch.ones(16 * MiB // 4)
     assert 30 * MiB < peak() < 60 * MiB
-    assert evaluation.watch_memory(torch.device("cpu"))() < 8 * MiB
+    assert devices.watch_memory(torch.device("cpu"))() < 8 * MiB
     assert held.sum() == len(held)
 
 
 def test_peak_memory_is_unknown_where_the_system_does_not_tell(model, texts, monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluation, "PROCESS", tmp_path / "nothing")
+    monkeypatch.setattr(devices, "PROCESS", tmp_path / "nothing")
     score = evaluation.score(model, texts, "memory")
     assert score.peak_bytes is None
     console = Console(file=io.StringIO(), width=120)
-    report.show(evaluation.summary(model, texts, [score]), console)
+    report.show(summary(texts, [score], model.tokenizer.lengths()), console)
     assert "peak" in console.file.getvalue()
 
 

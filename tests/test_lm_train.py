@@ -13,7 +13,7 @@ import torch
 
 from fastweights import files
 from fastweights.core import FastWeightError
-from fastweights.lm import training
+from fastweights.lm import checkpoints, training
 from fastweights.lm.parallel import Ranks
 from fastweights.lm.training import share_of_rate, train
 from fastweights.models import run_folder
@@ -211,7 +211,7 @@ def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parall
     assert torch.isfinite(run_folder.load(run).score(*torch.zeros(2, 1, 5, dtype=torch.long)).loss).all()
     config, about = run_folder.read_config(run)
     with pytest.raises(FastWeightError, match="carries the memory of 2 batches; expected 1: resume with as many"):
-        run_folder.restore(run, LanguageModel(config, about["vocab"]), Ranks())
+        checkpoints.restore(run, LanguageModel(config, about["vocab"]), Ranks())
 
 
 def test_processes_must_be_asked_for(go, monkeypatch):

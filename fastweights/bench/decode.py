@@ -16,7 +16,7 @@ from fastweights.bench.agree import Disagreement
 from fastweights.bench.report import new_table
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
-from fastweights.models.mixers import on_tensors
+from fastweights.torch.tree import map_tensors
 
 BATCHES = (1, 64, 512)
 VOCAB = 16_384
@@ -42,7 +42,7 @@ class Writer:
     def __init__(self, model: LanguageModel, batch: int, device: str):
         self.model = model
         self.token = torch.arange(batch, device=device) % model.vocab
-        self.state = on_tensors(torch.clone, model.init_state(batch))
+        self.state = map_tensors(torch.clone, model.init_state(batch))
 
     def step(self) -> None:
         logits, after = self.model.step(self.token, self.state)
@@ -56,11 +56,11 @@ class Writer:
 
 def _overwrite(state: State, by: State) -> None:
     fresh = _tensors(by)
-    on_tensors(lambda x: x.copy_(next(fresh)), state)
+    map_tensors(lambda x: x.copy_(next(fresh)), state)
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor of a state, in the order of `on_tensors`."""
+    """Every tensor of a state, in the order of `map_tensors`."""
     if isinstance(state, Tensor):
         yield state
     elif state is not None:

@@ -21,7 +21,7 @@ from fastweights.lm.evaluation import SEGMENT
 from fastweights.lm.training import Objective, make_optimizer, to_batch
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.models.memory import size
+from fastweights.torch.tree import tensor_bytes
 
 MODELS = ("delta", "gated-delta")
 OURS, RULE, WHOLE = "ours", "Hugging Face's rule", "Hugging Face's model"
@@ -139,7 +139,7 @@ def reading(lengths: tuple[int, ...], repeats: int, sizes: dict[str, Any], advan
         calls, carried = {}, {}
         for T in lengths:
             call, state = _reader(Config.of("laptop", **sizes | dict(model=name, window=T, head="linear")), T)
-            calls[str(T)], carried[T] = call, size(state)
+            calls[str(T)], carried[T] = call, tensor_bytes(state)
         timings = interleave(calls, repeats=repeats, tick=lambda: advance("reading", 1))
         found.append(Reading(name, {int(T): t for T, t in timings.items()}, carried))
     return found

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.models.language_model import State
-from fastweights.models.memory import size
-from fastweights.models.mixers import on_tensors
+from fastweights.torch.tree import map_tensors, tensor_bytes
 
 
 class Rows:
@@ -22,13 +21,13 @@ class Rows:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on with what row beam_idx[i] knows."""
-        self.state = on_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)), self.state)
+        self.state = map_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)), self.state)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.state = on_tensors(lambda x: x[indices.to(x.device)], self.state)
+        self.state = map_tensors(lambda x: x[indices.to(x.device)], self.state)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.state = on_tensors(lambda x: x.repeat_interleave(repeats, 0), self.state)
+        self.state = map_tensors(lambda x: x.repeat_interleave(repeats, 0), self.state)
 
     def crop(self, tokens: int) -> None:
         """Only by nothing: what has been read cannot be unread."""
@@ -42,7 +41,7 @@ class Rows:
     @property
     def bytes(self) -> int:
         """The same after one token and after a million."""
-        return size(self.state)
+        return tensor_bytes(self.state)
 
     @property
     def is_initialized(self) -> bool:
@@ -88,7 +87,7 @@ class FastWeightCache(Rows):
     @property
     def batch_size(self) -> int:
         found: list[int] = []
-        on_tensors(lambda x: found.append(len(x)), self.state)
+        map_tensors(lambda x: found.append(len(x)), self.state)
         return found[0] if found else -1
 
     def __copy__(self) -> "FastWeightCache":

@@ -18,8 +18,8 @@ from fastweights.hf.export import export
 from fastweights.hf.head_training import Adapting, HeadTrainer
 from fastweights.hf.loading import load_model, read_file, read_text, row_of
 from fastweights.hf.scoring import Reading, call_body
-from fastweights.lm import evaluation
 from fastweights.text import corpus, report
+from fastweights.text.scores import Text, summary
 from fastweights.torch.dynamic import GradientStatistics
 
 PROGRESS, OPTIMIZER = "adapt.json", "adapt.safetensors"
@@ -118,7 +118,7 @@ def evaluate(
                 torch.cuda.reset_peak_memory_stats()
             scores.append(scoring.score(model, tokenizer, texts, mode, how, advance=partial(progress.advance, task)))
             peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None)
-    found = evaluation.summary(None, texts, scores)
+    found = summary(texts, scores, None)
     for row, peak in zip(found["modes"], peaks, strict=True):
         row["peak_gpu_bytes"] = peak
     report.show(found, console)
@@ -131,7 +131,7 @@ def evaluate(
     )
 
 
-def _documents(tokenizer: Any, data: str) -> list[evaluation.Text]:
+def _documents(tokenizer: Any, data: str) -> list[Text]:
     found = [read_text(tokenizer, d.name, d.data) for d in corpus.documents(data)]
     if not found:
         raise FastWeightError(f"data is {data!r}, which holds no text; expected at least one file that is not empty")

@@ -16,8 +16,8 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import attached
 from fastweights.hf.scoring import without_head
-from fastweights.models.mixers import on_tensors
 from fastweights.torch import head as output
+from fastweights.torch.tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class HeadTrainer:
         batch = [next(row) for row in self.rows]
         x, tokens, labels, mask = read_batch(self.model, batch, self.how)
         goes_on = torch.tensor([p.start > 0 for p in batch], device=x.device)
-        state = on_tensors(lambda s: s.detach() * goes_on.to(s.dtype).view(-1, *[1] * (s.dim() - 1)), self.state)
+        state = map_tensors(lambda s: s.detach() * goes_on.to(s.dtype).view(-1, *[1] * (s.dim() - 1)), self.state)
         embedding = self.model.get_output_embeddings()
         weight, bias = embedding.weight.detach(), getattr(embedding, "bias", None)
         bias = weight.new_zeros(len(weight)) if bias is None else bias.detach()

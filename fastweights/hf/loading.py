@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lm.evaluation import Text
-from fastweights.models.run_folder import pick_device
+from fastweights.text.scores import Text
+from fastweights.torch.devices import pick_device
 
 
 def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, attached
 from fastweights.hf.loading import row_of
-from fastweights.lm.evaluation import Score, Text, watch_memory
-from fastweights.models.memory import size
+from fastweights.text.scores import Score, Text
+from fastweights.torch.devices import watch_memory
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
+from fastweights.torch.tree import tensor_bytes
 
 ROWS = 8  # windows of a static score at a time
 CLIP = 1.0  # largest norm of a stride's gradient
@@ -113,7 +114,7 @@ def _fast(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
                     fast_context=start - first)  # fmt: skip
         state = out.fast_state
         losses.append(token_losses(out.logits, row[:, start + 1 : stop + 1])[0])
-    return torch.cat(losses), size(state)
+    return torch.cat(losses), tensor_bytes(state)
 
 
 def _dynamic(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:

@@ -15,7 +15,6 @@ from rich.progress import Progress
 from fastweights.core import FastWeightError
 from fastweights.files import write_json
 from fastweights.lm import data, evaluation, generation
-from fastweights.lm.evaluation import Text
 from fastweights.lm.training import train as run_training
 from fastweights.models import run_folder
 from fastweights.models.config import Config
@@ -23,6 +22,7 @@ from fastweights.models.dynamic_evaluation import Dynamic
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
 from fastweights.text import report
+from fastweights.text.scores import Text, summary
 
 STATISTICS = 24  # training batches of one segment each, for the step of each weight in dynamic evaluation
 
@@ -53,7 +53,7 @@ def evaluate(run: Path, files: list[Path], *, modes: list[str], memory: Path | N
             task = progress.add_task(report.LABELS.get(mode, mode), total=sum(len(t.data) for t in texts))
             done = partial(progress.advance, task)
             scores.append(evaluation.score(model, texts, mode, memory=before, dynamic=dynamic, advance=done))
-    found = evaluation.summary(model, texts, scores)
+    found = summary(texts, scores, model.tokenizer.lengths())
     report.show(found, console)
     json, picture = json or run / "eval.json", picture or run / "eval.png"
     write_json(json, found | dict(run=str(run)))

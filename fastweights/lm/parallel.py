@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.models.memory import flatten, unflatten
+from fastweights.torch.tree import flatten, unflatten
 
 
 @dataclass(frozen=True)

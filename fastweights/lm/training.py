@@ -14,13 +14,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
+from fastweights.lm import checkpoints
 from fastweights.lm.data import Batches, Corpus, prepare
 from fastweights.lm.log import Log
 from fastweights.lm.parallel import Ranks
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
-from fastweights.models.mixers import Pieces, on_tensors
+from fastweights.models.mixers import Pieces
+from fastweights.torch.devices import pick_device
+from fastweights.torch.tree import map_tensors
 
 VALID_TOKENS = 32_768
 START: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
@@ -40,7 +43,7 @@ class Objective(nn.Module):
         trained = loss
         if scores.slow is not None:
             trained = loss * (1 - SLOW_SHARE) + SLOW_SHARE * (scores.slow * weights).sum()
-        return trained, loss.detach(), on_tensors(Tensor.detach, scores.state)
+        return trained, loss.detach(), map_tensors(Tensor.detach, scores.state)
 
 
 def train(config: Config, run: str | Path, *, resume: bool = False, console: Console | None = None,
@@ -51,7 +54,7 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     """
     run = Path(run)
     config = _claim(run, config, resume)
-    ranks = Ranks.start(config.parallel, run_folder.pick_device(config.device))
+    ranks = Ranks.start(config.parallel, pick_device(config.device))
     if ranks.first:
         prepare(config.data, config.tokenizer, cache)
     ranks.wait()
@@ -111,14 +114,14 @@ class Trainer:
 
     def go(self, resume: bool, console: Console | None) -> None:
         c, ranks = self.config, self.ranks
-        states, at = run_folder.restore(self.run, self.model, ranks) if resume else ([], START)
+        states, at = checkpoints.restore(self.run, self.model, ranks) if resume else ([], START)
         if c.compile:
             for block in self.model.blocks:
                 block.compile()
         self.objective = ranks.wrap(Objective(self.model))
         self.optimizer = make_optimizer(self.model, c)
         if resume:
-            run_folder.restore_optimizer(self.run, self.optimizer)
+            checkpoints.restore_optimizer(self.run, self.optimizer)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
         log = Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
         tokens_per_step = len(self.batches[0]) * c.length
@@ -142,10 +145,10 @@ class Trainer:
                 log.point(**values)
                 if pause:
                     if valid < best:
-                        run_folder.save_best(self.run, self.model, step, ranks)
+                        checkpoints.save_best(self.run, self.model, step, ranks)
                     best = min(best, valid)
                     about = dict(step=step, seconds=seconds, best=best)
-                    run_folder.save_last(self.run, self.model, self.optimizer, states, about, ranks)
+                    checkpoints.save_last(self.run, self.model, self.optimizer, states, about, ranks)
                 if stopped and done < 1:
                     line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
                     log.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -191,7 +194,7 @@ class Trainer:
         rows = max(1, min(c.batch, (len(split.tokens) - 1) // length))
         batches = Batches(split, rows, length, 0, True)
         self.model.eval()
-        state, total, weight = on_tensors(lambda x: x[:rows], self.empty), 0.0, 0.0
+        state, total, weight = map_tensors(lambda x: x[:rows], self.empty), 0.0, 0.0
         for i in range(min(batches.per_epoch, max(1, VALID_TOKENS // (rows * length)))):
             batch = to_batch(batches[i], self.model.vocab - 1, self.ranks.device)
             with self.autocast:

@@ -29,7 +29,7 @@ class Dynamic:
 
 
 @contextmanager
-def adapting(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
+def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
     """A function that scores a document (1, T + 1) from a state, (T,); each starts from the trained weights."""
     first: list[Any] = [None]
 

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.fwl import FWLState
 from fastweights.models.config import Config
 from fastweights.models.memory import Memory
-from fastweights.models.mixers import Pieces, mixer, on_tensors
+from fastweights.models.mixers import Pieces, mixer
 from fastweights.torch import head as blockwise
 from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
 # The Fast Weight Layer: a number divides its losses, so only the past matters; decay bounds what a long text adds up to
@@ -145,12 +146,12 @@ class LanguageModel(nn.Module):
 
     def _learn(self, x, labels, weights, fast, pieces):
         if pieces is None or pieces.whole:
-            fast = fast if pieces is None else on_tensors(pieces.kept, fast)
+            fast = fast if pieces is None else map_tensors(pieces.kept, fast)
             return self.fast.run(x, labels, weights, fast, logits=False)
         out = self.fast.run(x.reshape(1, -1, x.shape[-1]), labels.reshape(1, -1), weights.reshape(1, -1),
-                            on_tensors(pieces.enter, fast), cu_seqlens=pieces.cu_seqlens, logits=False)  # fmt: skip
+                            map_tensors(pieces.enter, fast), cu_seqlens=pieces.cu_seqlens, logits=False)  # fmt: skip
         return out._replace(loss=out.loss.view(labels.shape), slow_loss=out.slow_loss.view(labels.shape),
-                            state=on_tensors(pieces.leave, out.state))  # fmt: skip
+                            state=map_tensors(pieces.leave, out.state))  # fmt: skip
 
     def logits(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Logits (B, T, V) and the state; a Fast Weight Layer learns nothing."""
@@ -187,7 +188,7 @@ class LanguageModel(nn.Module):
                 state = self.score(inputs[:, part], labels[:, part], state).state
         self.train(was_training)
         count = tokens.shape[1] + (0 if memory is None else memory.count - 1)
-        return Memory(on_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
+        return Memory(map_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
 
     def _tokens(self, text, memory):
         if isinstance(text, str):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fastweights.attention import AttentionState
 from fastweights.models.config import MIXERS
 from fastweights.torch.nn import FastWeightAttention
+from fastweights.torch.tree import map_tensors
 
 
 class Pieces(NamedTuple):
@@ -56,14 +57,6 @@ class Pieces(NamedTuple):
         return pieces.index_select(0, self.last)
 
 
-def on_tensors(f: Any, state: Any) -> Any:
-    """The state with f applied to each of its tensors."""
-    if state is None or isinstance(state, Tensor):
-        return None if state is None else f(state)
-    parts = [on_tensors(f, x) for x in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-
-
 class FastWeightMixer(nn.Module):
     """FastWeightAttention on rows that hold several documents."""
 
@@ -76,10 +69,10 @@ class FastWeightMixer(nn.Module):
         if pieces is None:
             return self.layer(x, state)
         if pieces.whole:
-            return self.layer(x, on_tensors(pieces.kept, state))
-        y, state = self.layer(x.reshape(1, -1, x.shape[-1]), on_tensors(pieces.enter, state),
+            return self.layer(x, map_tensors(pieces.kept, state))
+        y, state = self.layer(x.reshape(1, -1, x.shape[-1]), map_tensors(pieces.enter, state),
                               cu_seqlens=pieces.cu_seqlens)  # fmt: skip
-        return y.view(x.shape), on_tensors(pieces.leave, state)
+        return y.view(x.shape), map_tensors(pieces.leave, state)
 
     def init_state(self, batch: int) -> AttentionState:
         return self.layer.init_state(batch)
@@ -158,7 +151,7 @@ class LSTMMixer(nn.Module):
         if pieces is not None and not pieces.whole:
             return self._cut(x, state, pieces)
         if pieces is not None:
-            state = on_tensors(pieces.kept, state)
+            state = map_tensors(pieces.kept, state)
         y, (h, c) = self.lstm(x, (state.h[None], state.c[None]))
         return y, LSTMState(h[0], c[0])
 
@@ -167,11 +160,11 @@ class LSTMMixer(nn.Module):
         lengths = pieces.cu_seqlens.diff()
         sequences = nn.utils.rnn.pad_sequence(x.flatten(0, 1).split(lengths.tolist()), batch_first=True)
         packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        state = on_tensors(pieces.enter, state)
+        state = map_tensors(pieces.enter, state)
         y, (h, c) = self.lstm(packed, (state.h[None], state.c[None]))
         y, _ = nn.utils.rnn.pad_packed_sequence(y, batch_first=True)
         real = torch.arange(y.shape[1], device=x.device) < lengths[:, None]
-        return y[real].view(x.shape), on_tensors(pieces.leave, LSTMState(h[0], c[0]))
+        return y[real].view(x.shape), map_tensors(pieces.leave, LSTMState(h[0], c[0]))
 
     def init_state(self, batch: int) -> LSTMState:
         empty = next(self.lstm.parameters()).new_zeros(batch, self.lstm.hidden_size)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fastweights.lm.evaluation import EDGES, Score, Text, curve
+from fastweights.text.scores import EDGES, Score, Text, curve
 
 LABELS = {
     "static": "static windows",

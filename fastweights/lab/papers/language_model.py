@@ -23,7 +23,7 @@ from fastweights.lab.engine import captured_steps, plotting
 from fastweights.lab.engine.results import mean_over
 from fastweights.lab.tasks import corpora, models
 from fastweights.models.language_model import LanguageModel, State
-from fastweights.models.mixers import on_tensors
+from fastweights.torch.tree import map_tensors
 
 # Perplexity on valid and test. Tables 2 and 5: small models, limited context; Table 4: medium, unbounded.
 PUBLISHED = {
@@ -151,7 +151,7 @@ class Carried:
 
     def read(self, keep: Tensor) -> State:
         """keep: 0 forgets all."""
-        return State(on_tensors(lambda x: x * keep.to(x.dtype), self.state), None)
+        return State(map_tensors(lambda x: x * keep.to(x.dtype), self.state), None)
 
     def write(self, state: State) -> None:
         pairs = list(zip(_tensors(self.state), _tensors(state.blocks), strict=True))
@@ -161,7 +161,7 @@ class Carried:
 
 def _tensors(state: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    on_tensors(lambda x: found.append(x), state)
+    map_tensors(lambda x: found.append(x), state)
     return found
 
 

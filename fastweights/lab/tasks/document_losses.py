@@ -8,7 +8,7 @@ import torch
 
 from fastweights.lab.engine import captured_steps
 from fastweights.lab.tasks import corpora
-from fastweights.models.dynamic_evaluation import Dynamic, adapting
+from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
 
 SEGMENT = 64  # tokens between updates of dynamic evaluation
 READ = 1024  # tokens read at a time otherwise
@@ -40,7 +40,7 @@ def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: cor
         assert lr is not None
         width = min(512, len(found.train) // 16)
         stream = torch.from_numpy(found.train[: 16 * width].reshape(16, width)).to(device)
-        with adapting(model, Dynamic(lr=lr, segment=SEGMENT, batches=tuple(stream.split(4)))) as read:
+        with dynamic_scorer(model, Dynamic(lr=lr, segment=SEGMENT, batches=tuple(stream.split(4)))) as read:
             return [read(row, model.init_state(1)).float().cpu().numpy() for row in rows]
 
 

@@ -1,0 +1,96 @@
+"""How well documents were predicted: the losses of their tokens, in bits per byte and by position."""
+
+import gzip
+import lzma
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+EDGES = (0, 1024, 4096, 16_384, 65_536)  # of the positions that are told apart, in bytes
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document to score: its bytes and its tokens.  sizes: bytes of each token, unless the tokenizer says."""
+
+    name: str
+    data: bytes
+    tokens: np.ndarray
+    sizes: np.ndarray | None = None
+
+    def widths(self, lengths: np.ndarray | None) -> np.ndarray:
+        """Bytes of each token, for a tokenizer whose tokens have these lengths."""
+        if self.sizes is not None:
+            return self.sizes
+        assert lengths is not None
+        return lengths[self.tokens]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Losses of one mode in nats, (T,) per text, the seconds that they took and the bytes of what is carried.
+
+    peak_bytes: the most that was held at once beyond what was there before, or None where nobody can say.
+    """
+
+    mode: str
+    losses: list[np.ndarray]
+    seconds: float
+    state_bytes: int
+    peak_bytes: int | None = None
+
+
+def compressors(texts: list[Text]) -> dict[str, int]:
+    """Bytes of all texts, each compressed alone."""
+    return {
+        "gzip -9": sum(len(gzip.compress(t.data, 9)) for t in texts),
+        "xz -9": sum(len(lzma.compress(t.data, preset=9)) for t in texts),
+    }
+
+
+def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) -> dict[str, Any]:
+    """All numbers, for the table, the plot and JSON.  lengths: bytes per token, or None where texts have `sizes`."""
+    total = sum(len(t.data) for t in texts)
+    tokens = sum(len(t.tokens) for t in texts)
+    widths = [t.widths(lengths) for t in texts]
+    at = np.concatenate([np.cumsum(w) - w for w in widths])
+    sizes = np.concatenate(widths)
+    rows = []
+    for s in scores:
+        nats = np.concatenate(s.losses)
+        rows.append(dict(
+            mode=s.mode, bits_per_byte=float(nats.sum() / math.log(2) / total),
+            perplexity=float(np.exp(min(700.0, nats.mean()))), tokens_per_second=tokens / s.seconds,
+            state_bytes=s.state_bytes, peak_bytes=s.peak_bytes, by_position=_by_position(nats, at, sizes),
+        ))  # fmt: skip
+    plain = {name: 8 * n / total for name, n in compressors(texts).items()}
+    return dict(texts=[dict(name=t.name, bytes=len(t.data)) for t in texts], bytes=total, tokens=tokens, modes=rows,
+                compressors=plain)  # fmt: skip
+
+
+def _by_position(nats, at, sizes):
+    """Bits per byte between EDGES; None where no text is that long."""
+    found = []
+    for low, high in zip(EDGES, (*EDGES[1:], math.inf), strict=True):
+        here = (at >= low) & (at < high)
+        found.append(float(nats[here].sum() / math.log(2) / sizes[here].sum()) if sizes[here].sum() else None)
+    return found
+
+
+def curve(
+    score: Score, texts: list[Text], lengths: np.ndarray | None, points: int = 24
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bits per byte against position in the document, on positions that grow geometrically."""
+    longest = max(len(t.data) for t in texts)
+    edges = np.unique(np.geomspace(64, max(128, longest), points).astype(int))
+    widths = [t.widths(lengths) for t in texts]
+    at = np.concatenate([np.cumsum(w) - w for w in widths])
+    sizes, nats = np.concatenate(widths), np.concatenate(score.losses)
+    where = np.searchsorted(edges, at, side="right")
+    bits = np.bincount(where, nats, len(edges) + 1) / math.log(2)
+    total = np.bincount(where, sizes, len(edges) + 1)
+    middle = np.sqrt(np.r_[1, edges] * np.r_[edges, longest])
+    enough = total >= 512
+    return middle[enough], bits[enough] / total[enough]

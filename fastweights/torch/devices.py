@@ -1,0 +1,47 @@
+"""The device to run on, and how much of its memory is in use."""
+
+import ctypes
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from fastweights.core import FastWeightError
+
+PROCESS = Path("/proc/self")  # Linux: what the system knows of this process
+
+
+def pick_device(name: str) -> str:
+    """The device that "auto", "cpu" or "cuda" stands for: "auto" is a GPU where there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise FastWeightError(f"device is {name!r}; expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise FastWeightError("device is 'cuda'; PyTorch finds no GPU here")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def watch_memory(device: torch.device) -> Callable[[], int | None]:
+    """Start to watch; what is returned tells the most bytes held at once since then, beyond those held now.
+
+    On a GPU those of tensors; on Linux those of the whole process; elsewhere None.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        now = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - now
+    try:
+        with suppress(AttributeError, TypeError):  # glibc: what others freed goes back, or its use would not show
+            ctypes.CDLL(None).malloc_trim(0)
+        (PROCESS / "clear_refs").write_text("5")  # the highest mark falls to where we are
+        held = _resident("VmRSS")
+    except OSError:
+        return lambda: None
+    return lambda: max(0, _resident("VmHWM") - held)
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", (PROCESS / "status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
