@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.cli.bench import bench
+from fastweights.cli.bench import bench as bench_group
 from fastweights.cli.huggingface import COMMANDS as hf_commands
 from fastweights.cli.language_model import COMMANDS as lm_commands
 from fastweights.cli.reproduce import COMMANDS as lab_commands
@@ -117,6 +117,6 @@ def _choices() -> dict[str, str]:
     }
 
 
-app.add_typer(bench, name="bench")
+app.add_typer(bench_group, name="bench")
 for _name, _command in (lm_commands | hf_commands | lab_commands).items():
     app.command(_name)(_command)
