@@ -1,8 +1,4 @@
-"""Running experiments: which arms there are, which are missing, and what becomes of the results.
-
-Results of an arm are one line of DIR/NAME.jsonl the moment it is done, so an interrupted run goes on where it stopped;
-when all is done they become DIR/NAME.csv and DIR/NAME.png.
-"""
+"""An experiment: which arms it has, which of them are missing, what they read, and the run of one of them."""
 
 import ast
 import importlib
@@ -10,15 +6,13 @@ import importlib.util
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from fastweights.core import FastWeightError
 from fastweights.lab import EXPERIMENTS
 from fastweights.lab.engine.results import Arm, Results, Row, key
-
-SHARED_DATA = Path("../shared/data")  # beside a checkout, when there is one
 
 
 class OutOfTime(Exception):
@@ -29,7 +23,7 @@ class OutOfTime(Exception):
 class Report:
     """What an arm is given to talk through: `report(fraction, text)` says how far it is.
 
-    data: folder of the user's data, or None: use what can be made here.  smoke: whether these are SMOKE settings.
+    data: folder of the user's data, or None.  smoke: whether these are SMOKE settings.
     deadline: time.monotonic() at which to stop; after it, `report(...)` raises OutOfTime.
     """
 
@@ -72,18 +66,6 @@ class Plan:
     def rows(self) -> list[Row]:
         """Of all arms, in their order."""
         return [row for arm in self.arms if key(arm) in self.results for row in self.results[key(arm)]]
-
-
-@dataclass
-class Outcome:
-    """confirmed: what `check` says holds;  failed: what does not, or what broke."""
-
-    name: str
-    rows: list[Row] = field(default_factory=list)
-    missing: int = 0
-    confirmed: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
 
 
 def load(name: str) -> ModuleType:
@@ -142,11 +124,19 @@ def _part(n: int, part: str) -> slice:
     return slice(int(i) - 1, n, int(of))
 
 
-def find_data(data: Path | None) -> Path | None:
-    """The folder asked for, the one beside the checkout, or None."""
+def check_data(plans: list[Plan], data: Path | None) -> None:
+    """Raise before anything runs when an arm would read a file that is not in the user's folder of data."""
     if data is not None and not data.is_dir():
         raise FastWeightError(f"--data is {data}; expected a folder")
-    return data or (SHARED_DATA if SHARED_DATA.is_dir() else None)
+    for plan in plans:
+        if plan.smoke or not hasattr(plan.module, "data"):
+            continue
+        needed = dict.fromkeys(file for arm in plan.missing(plan.chosen) for file in plan.module.data(arm))
+        absent = [file for file in needed if data is None or not any(data.glob(file))]
+        if absent:
+            given = "not given" if data is None else data
+            raise FastWeightError(f"--data is {given}; expected a folder with {', '.join(absent)}: {plan.name} reads "
+                                  "them, and nothing is downloaded (--smoke needs no data)")  # fmt: skip
 
 
 def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = True) -> tuple[list[Row], float]:
@@ -165,46 +155,6 @@ def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = 
     began = time.perf_counter()
     rows = load(name).run(dict(arm), device=device, report=report)
     return rows, time.perf_counter() - began
-
-
-def finish(plan: Plan) -> Outcome:
-    """The CSV, the figure and the verdict of what there is. A --part leaves them to the run that has all parts."""
-    outcome = Outcome(plan.name, plan.rows, len(plan.missing(plan.arms)))
-    if plan.results.part or not plan.rows:
-        return outcome
-    outcome.files.append(plan.results.write_csv())
-    picture = plan.results.folder / f"{plan.name}.png"
-    plan.module.plot(plan.rows, picture)
-    outcome.files.append(picture)
-    if not outcome.missing:
-        try:
-            outcome.confirmed = plan.module.check(plan.rows, plan.smoke)
-        except AssertionError as error:
-            outcome.failed.append(str(error))
-    return outcome
-
-
-def reproduce(
-    name: str,
-    *,
-    smoke: bool = False,
-    device: str = "cpu",
-    out: Path | None = None,
-    data: Path | None = None,
-    seeds: int | None = None,
-    jobs: int = 1,
-    only: str = "",
-    part: str = "",
-    minutes: float | None = None,
-) -> Outcome:
-    """Run what is missing of one experiment: the command as a function, without a display."""
-    from fastweights.lab.engine.pool import run_all
-
-    planned = plan(name, smoke=smoke, out=out, seeds=seeds, only=only, part=part)
-    errors = run_all([planned], device=device, data=data, jobs=jobs, minutes=minutes)
-    outcome = finish(planned)
-    outcome.failed += errors
-    return outcome
 
 
 def docstring(name: str) -> str:

@@ -13,20 +13,13 @@ Differs: WikiText-2 (2 M words), windows at random places in training and whole 
     forgets a share per token (decay 0.999, the application's, and 0.99).
 """
 
-import dataclasses
 import math
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine import plotting
 from fastweights.lab.engine.results import mean_over
-from fastweights.lab.tasks import corpora, models
-from fastweights.lab.tasks.document_losses import BINS, READ, SEGMENT, documents, score, summary
-from fastweights.lm.training import SLOW_SHARE
 
 # variants: (decay, length of a window in training) of the layer; batches hold as many tokens for any length
 FULL: dict[str, Any] = dict(
@@ -38,7 +31,6 @@ SMOKE: dict[str, Any] = dict(
     bodies=("gated-delta",), corpus="stdlib-bytes", dim=16, depth=1, length=64, batch=4, tokens=6e3, lr=1e-2,
     scored=600, limit=3000, seeds=1, variants=((1.0, 128), (0.999, 64)),
 )  # fmt: skip
-RATES = (3e-5, 1e-4, 3e-4)  # of dynamic evaluation
 COLOURS = {1.0: plotting.PALETTE[3], 0.999: plotting.colour("fast"), 0.99: plotting.PALETTE[2]}  # by decay
 # Where the claim says that gains are larger: bins that gain less, and more
 WHERE = (("position", 0, 1024, "later in the document"), ("frequency", 10_000, 10, "on rare words"),
@@ -60,17 +52,19 @@ def cost(arm):
     return {"static": 180, "fast": 100, "plain": 50}.get(arm["what"], 5)
 
 
-def make(arm: dict, vocab: int) -> Any:
-    model = models.build([arm["body"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4,
-                         window=256 if arm["body"] == "softmax" else 0, head="fwl",
-                         fast_hidden=2 * arm["dim"] - 16, dropout=0.1 if vocab > 256 else 0.0)  # fmt: skip
-    if "decay" in arm:
-        decay = arm["decay"] if arm["decay"] < 1 else None
-        model.fast.config = dataclasses.replace(model.fast.config, decay=decay)
-    return model
+def data(arm):
+    from fastweights.lab.tasks.corpora import FILES
+
+    return FILES.get(arm["corpus"], ())
 
 
 def run(arm, *, device, report):
+    import numpy as np
+
+    from fastweights.lab.tasks import corpora
+    from fastweights.lab.tasks.document_losses import documents, score, summary
+    from fastweights.lab.tasks.learning_while_reading import choose_rate, make, measure_cost, train
+
     found = corpora.load(arm["corpus"], report.data, arm["limit"])
     model = make(arm, found.vocab).to(device)
     if arm["what"] == "cost":
@@ -88,67 +82,6 @@ def run(arm, *, device, report):
         chosen = choose_rate(model, found, arm, device, report) if mode == "dynamic" else None
         losses = score(model, docs, mode, device, found, lr=chosen, window=arm["length"])
         rows += [base | dict(mode=mode, rate=chosen) | row for row in summary(docs, losses, counts)]
-    return rows
-
-
-def train(model, found, arm, device, report):
-    """Windows at random places, each read afresh: what is learned from a window is learned within it."""
-    batch, length, learn = arm["batch"], arm["length"], arm["what"] == "fast"
-    stream = torch.from_numpy(found.train).to(device)
-    places = torch.Generator().manual_seed(arm["seed"])
-
-    def objective(rows):
-        scores = model.score(rows[:, :-1], rows[:, 1:], learn=learn)
-        if not learn:
-            return scores.loss.mean()
-        return (1 - SLOW_SHARE) * scores.loss.mean() + SLOW_SHARE * scores.slow.mean()
-
-    step, count = (
-        captured_steps.Steps(model, objective, device, lr=arm["lr"]),
-        max(1, arm["tokens"] // (batch * length)),
-    )
-    for i in range(count):
-        first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
-        loss = step(
-            captured_steps.rate(i, count, min(100, count // 10 + 1)),
-            stream[first + torch.arange(length + 1, device=device)],
-        )
-        if i % 20 == 0:
-            report(0.8 * i / count, f"{arm['body']} {arm['what']}, loss {float(loss):.2f}")
-
-
-def choose_rate(model, found, arm, device, report) -> float:
-    """The rate with which dynamic evaluation scores some validation documents best."""
-    docs, best = documents(found, "valid", arm["scored"] // 6), (math.inf, RATES[0])
-    for lr in RATES:
-        report(0.9, f"{arm['body']}: dynamic evaluation at {lr:g}")
-        best = min(best, (float(np.concatenate(score(model, docs, "dynamic", device, found, lr=lr)).mean()), lr))
-    return best[1]
-
-
-def measure_cost(model, arm, found, device, report) -> list[dict]:
-    """Time and operations per token read in each mode by an untrained model, whose numbers do not matter."""
-    stream = np.resize(found.test, min(16 * READ, 8 * arm["scored"]))
-    body = sum(p.numel() for b in model.blocks for p in b.parameters() if p.dim() >= 2)
-    block = 2 * arm["dim"] * model.fast.config.hidden_width
-    words = arm["dim"] * found.vocab
-    per_token = dict(
-        static=2 * (body + block + words),
-        # slow pass, its gradient (2 words + 1 block), two memories written and read (4 blocks), fast pass
-        fast=2 * (body + block + words) + 2 * words + block + 4 * block + block + 2 * words,
-        dynamic=6 * (body + block + words) + 8 * (body + block + words) / SEGMENT,
-    )
-    rows = []
-    for mode, operations in per_token.items():
-        tokens = len(stream) if mode != "dynamic" else max(2 * SEGMENT, len(stream) // 8)
-        seconds = math.inf
-        for _ in range(3):  # the first compiles
-            report(0.5, f"timing {mode}")
-            began = time.perf_counter()
-            score(model, [stream[:tokens]], mode, device, found, lr=RATES[0])
-            seconds = min(seconds, time.perf_counter() - began)
-        rows.append(dict(read=found.name, mode=mode, by="cost", operations=operations, block_operations=block,
-                         body_operations=body, microseconds=1e6 * seconds / tokens))  # fmt: skip
     return rows
 
 
@@ -184,6 +117,10 @@ def table(rows):
 
 
 def plot(rows, path: Path):
+    import numpy as np
+
+    from fastweights.lab.tasks.document_losses import BINS
+
     names = dict(position="position in the document", frequency="times seen in training",
                  repetition="times seen before in the document")  # fmt: skip
     bodies = list(dict.fromkeys(r["body"] for r in rows))

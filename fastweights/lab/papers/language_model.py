@@ -15,15 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine import plotting
 from fastweights.lab.engine.results import mean_over
-from fastweights.lab.tasks import corpora, models
-from fastweights.models.language_model import LanguageModel, State
-from fastweights.torch.tree import map_tensors
 
 # Perplexity on valid and test. Tables 2 and 5: small models, limited context; Table 4: medium, unbounded.
 PUBLISHED = {
@@ -81,8 +74,16 @@ def cost(arm):
     return 35 * arm["tokens"] / 6e6
 
 
-def make(arm: dict, vocab: int) -> LanguageModel:
+def data(arm):
+    from fastweights.lab.tasks.corpora import FILES
+
+    return FILES.get(arm["corpus"], ())
+
+
+def make(arm: dict, vocab: int) -> Any:
     """The model of an arm."""
+    from fastweights.lab.tasks import models
+
     name, depth, words = arm["model"], arm["depth"], arm["corpus"].endswith("words")
     how: dict[str, Any] = dict(dim=arm["dim"], heads=4, dropout=0.1 if words else 0.0)
     if arm["group"] == "application":
@@ -96,6 +97,9 @@ def make(arm: dict, vocab: int) -> LanguageModel:
 
 
 def run(arm, *, device, report):
+    from fastweights.lab.tasks import corpora
+    from fastweights.lab.tasks.language_modelling import carried_numbers, score_carried, score_windows, train
+
     found = corpora.load(arm["corpus"], report.data, arm["limit"])
     model = make(arm, found.vocab).to(device)
     carried = arm["group"] != "limited"
@@ -105,99 +109,13 @@ def run(arm, *, device, report):
     seconds = time.perf_counter() - began
     parameters = sum(p.numel() for p in model.parameters())
     row: dict[str, Any] = dict(read=found.name, parameters=parameters, steps=count, train_seconds=round(seconds, 2),
-                               state=_carried_numbers(model) if carried else 0)  # fmt: skip
+                               state=carried_numbers(model) if carried else 0)  # fmt: skip
     for split in ("valid", "test"):
         stream = getattr(found, split)
         loss = score_carried(model, stream, device) if carried else score_windows(model, stream, arm["length"], device)
         row[f"{split}_perplexity"] = math.exp(min(50.0, loss))
         row[f"{split}_bits_per_byte"] = loss / math.log(2) / found.bytes_per_token
     return [row]
-
-
-def train(model, found, arm, carried, count, device, report):
-    """`count` steps on the training stream: contiguous rows whose memory is carried, or windows at random places."""
-    batch, length = arm["batch"], arm["length"]
-    stream = torch.from_numpy(found.train).to(device)
-    places = torch.Generator().manual_seed(arm["seed"])
-    span = (len(stream) - 1) // batch
-    offsets = torch.arange(batch, device=device)[:, None] * span + torch.arange(length + 1, device=device)
-    memory = Carried(model, batch) if carried else None
-
-    def objective(rows: Tensor, keep: Tensor) -> Tensor:
-        state = None if memory is None else memory.read(keep)
-        scores = model.score(rows[:, :-1], rows[:, 1:], state)
-        if memory is not None:
-            memory.write(scores.state)
-        return scores.loss.mean()
-
-    step = captured_steps.Steps(model, objective, device, lr=arm["lr"])
-    for i in range(count):
-        if carried:
-            at = i % max(1, (span - 1) // length)
-            rows, keep = stream[offsets + at * length], torch.tensor(float(at > 0))
-        else:
-            first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
-            rows, keep = stream[first + offsets[:1]], torch.tensor(0.0)
-        loss = step(captured_steps.rate(i, count, min(100, count // 10 + 1)), rows, keep.to(device))
-        if i % 50 == 0:
-            report(i / count, f"{arm['group']} {arm['corpus']} {arm['model']}, loss {float(loss):.2f}")
-
-
-class Carried:
-    """What rows remember between segments, at a fixed place in memory, so that a recorded step finds it."""
-
-    def __init__(self, model: LanguageModel, batch: int):
-        self.state = model.init_state(batch).blocks
-
-    def read(self, keep: Tensor) -> State:
-        """keep: 0 forgets all."""
-        return State(map_tensors(lambda x: x * keep.to(x.dtype), self.state), None)
-
-    def write(self, state: State) -> None:
-        pairs = list(zip(_tensors(self.state), _tensors(state.blocks), strict=True))
-        for old, x in pairs:
-            old.copy_(x.detach())
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda x: found.append(x), state)
-    return found
-
-
-def _carried_numbers(model: LanguageModel) -> int:
-    """Numbers carried from segment to segment by one row."""
-    return sum(x.numel() for x in _tensors(model.init_state(1).blocks))
-
-
-@torch.no_grad()
-def score_windows(model: LanguageModel, stream: np.ndarray, length: int, device: str) -> float:
-    """Nats per token: windows at steps of half their length, of which the second half counts (all of the first)."""
-    model.eval()
-    half = length // 2
-    tokens = torch.from_numpy(stream).to(device)
-    firsts = torch.arange(0, max(1, len(stream) - length - 1), half, device=device)
-    total = count = 0.0
-    for some in firsts.split(max(1, 2**17 // length)):
-        rows = tokens[some[:, None] + torch.arange(length + 1, device=device)]
-        with captured_steps.autocast(device):
-            loss = model.score(rows[:, :-1], rows[:, 1:]).loss.float()
-        loss[(some > 0).nonzero()[:, 0], :half] = 0.0
-        total, count = total + float(loss.sum()), count + len(some) * half + half * int((some == 0).any())
-    return total / count
-
-
-@torch.no_grad()
-def score_carried(model: LanguageModel, stream: np.ndarray, device: str, segment: int = 2048) -> float:
-    """Nats per token in one pass over the whole stream, memory carried from its first token to its last."""
-    model.eval()
-    tokens, state, total = torch.from_numpy(stream).to(device)[None], model.init_state(1), 0.0
-    for at in range(0, len(stream) - 1, segment):
-        part = tokens[:, at : at + segment + 1]
-        with captured_steps.autocast(device):
-            scores = model.score(part[:, :-1], part[:, 1:], state)
-        state, total = scores.state, total + float(scores.loss.double().sum())
-    return total / (len(stream) - 1)
 
 
 def table(rows):
@@ -222,6 +140,8 @@ def _groups(rows):
 
 
 def plot(rows, path: Path):
+    import numpy as np
+
     groups = _groups(rows)
     sizes = Counter((g, c) for g, c, _, _ in groups)
     panels = [p for p, n in sizes.items() if n > 2] or list(sizes)

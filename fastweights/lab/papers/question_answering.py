@@ -12,14 +12,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine import plotting
 from fastweights.lab.engine.results import mean_over
-from fastweights.lab.tasks import babi_stories, models
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "dpfp-sum", "elu-delta", "dpfp-delta", "delta", "gated-delta", "lstm"),
@@ -40,42 +34,40 @@ def cost(arm):
 
 
 def run(arm, *, device, report):
-    found = babi_stories.load(None if report.smoke else report.data, arm["limit"])
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.tasks import babi_stories, models
+
+    found = babi_stories.made_up(arm["limit"]) if report.smoke else babi_stories.load(report.data, arm["limit"])
     vocab = 1 + len(found.words) + len(found.answers)  # answers are told apart from words
     model = models.build([arm["model"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4, dropout=0.1).to(device)
     to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731
 
-    def answers(words: Tensor) -> Tensor:
+    def answers(words):
         return model(words)[0] @ model.embedding.weight[1 + len(found.words) :].mT
 
-    def objective(words: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(answers(words).float().flatten(0, 1), labels.flatten(), ignore_index=-1)
+    def objective(words, labels):
+        return cross_entropy(answers(words).float().flatten(0, 1), labels.flatten(), ignore_index=-1)
 
     train, order = list(found.train), random.Random(arm["seed"])
-    step = captured_steps.Steps(model, objective, device, lr=arm["lr"])
+    step = Steps(model, objective, device, lr=arm["lr"])
     for epoch in range(arm["epochs"]):
         order.shuffle(train)
         epoch_batches = babi_stories.batches(train, found, arm["tokens"])
         order.shuffle(epoch_batches)
         for batch in epoch_batches:
             words, labels, _ = to(batch)
-            loss = step(captured_steps.rate(epoch, arm["epochs"], 2), words, labels)
+            loss = step(rate(epoch, arm["epochs"], 2), words, labels)
         report(epoch / arm["epochs"], f"{arm['model']}, loss {float(loss):.2f}")
-    return [dict(read=found.name, parameters=sum(p.numel() for p in model.parameters()), task=task, error=error)
-            for task, error in errors(model, answers, found, arm["tokens"], device).items()]  # fmt: skip
+    errors = babi_stories.wrong_answers(model, answers, found, arm["tokens"], device)
+    parameters = sum(p.numel() for p in model.parameters())
+    return [dict(read=found.name, parameters=parameters, task=task, error=error) for task, error in errors.items()]
 
 
-@torch.no_grad()
-def errors(model: Any, answers: Any, found: babi_stories.Stories, tokens: int, device: str) -> dict[int, float]:
-    """Share of wrong answers on the test stories of each task."""
-    model.eval()
-    wrong, asked = np.zeros(21), np.zeros(21)
-    for words, labels, tasks in babi_stories.batches(found.test, found, tokens):
-        with captured_steps.autocast(device):
-            guess = answers(torch.from_numpy(words).to(device)).argmax(-1).cpu().numpy()
-        np.add.at(wrong, tasks, ((guess != labels) & (labels >= 0)).sum(1))
-        np.add.at(asked, tasks, (labels >= 0).sum(1))
-    return {t: float(wrong[t] / asked[t]) for t in range(1, 21) if asked[t]}
+def data(arm):
+    return ("babi/en/qa*_train.txt", "babi/en/qa*_test.txt")
 
 
 def _means(rows):
@@ -83,14 +75,20 @@ def _means(rows):
 
 
 def table(rows):
+    from fastweights.lab.tasks.babi_stories import TASKS
+
     means = _means(rows)
     names = list(dict.fromkeys(r["model"] for r in rows))
     tasks = sorted({r["task"] for r in rows})
-    shown = [dict(task=f"{t} {babi_stories.TASKS[t - 1]}") | {m: means[m, t] for m in names} for t in tasks]
-    return [*shown, dict(task="mean") | {m: float(np.mean([means[m, t] for t in tasks])) for m in names}]
+    shown = [dict(task=f"{t} {TASKS[t - 1]}") | {m: means[m, t] for m in names} for t in tasks]
+    return [*shown, dict(task="mean") | {m: sum(means[m, t] for t in tasks) / len(tasks) for m in names}]
 
 
 def plot(rows, path: Path):
+    import numpy as np
+
+    from fastweights.lab.tasks.babi_stories import TASKS
+
     means = _means(rows)
     names, tasks = list(dict.fromkeys(r["model"] for r in rows)), sorted({r["task"] for r in rows})
     grid = np.array([[means[m, t] for t in tasks] + [np.mean([means[m, t] for t in tasks])] for m in names]) * 100
@@ -99,7 +97,7 @@ def plot(rows, path: Path):
         for i, j in np.ndindex(grid.shape):
             ax.text(j, i, f"{grid[i, j]:.0f}", ha="center", va="center", fontsize=8.5,
                     color="white" if grid[i, j] > 55 else plotting.INK)  # fmt: skip
-        labels = [f"{t} {babi_stories.TASKS[t - 1]}" for t in tasks] + ["mean"]
+        labels = [f"{t} {TASKS[t - 1]}" for t in tasks] + ["mean"]
         ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
         ax.set_yticks(range(len(names)), names)
         ax.grid(visible=False)

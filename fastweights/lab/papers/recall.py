@@ -14,13 +14,8 @@ Differs: fresh sequences at every step instead of 100,000 seen 64 times; one mod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine import plotting
 from fastweights.lab.engine.results import mean_over
-from fastweights.lab.tasks import models
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "performer", "dpfp-sum", "retnet", "elu-delta", "dpfp-delta", "delta", "gated-delta"),
@@ -30,7 +25,6 @@ SMOKE: dict[str, Any] = dict(models=("softmax", "delta"), widths=(16,), pairs=4,
                              rates=(3e-3, 1e-2), seeds=1)  # fmt: skip
 DELTA = ("elu-delta", "dpfp-delta", "delta", "gated-delta")
 SUM = ("linear", "performer", "dpfp-sum", "retnet")
-TESTED = 1024  # sequences per number of pairs
 VALID, TEST = 20_000, 10_000  # added to an arm's seed: other sequences than in training
 
 
@@ -44,79 +38,35 @@ def cost(arm):
     return 12 * arm["steps"] / 1000
 
 
-def sequences(rows: int, pairs: Tensor, most: int, vocab: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """tokens and labels (rows, 4 * most); label -1 where nothing is asked.
-
-    A row starts with its pairs[row] key-value pairs, k1 v1 k2 v2 ...; then the keys come back, each once, in random
-    order and at random even places, and the label there is its value. Other places after the pairs hold token 0.
-    Keys are 1 .. vocab / 2 - 1, different within a row; values are vocab / 2 .. vocab - 1.
-    """
-    device, half = pairs.device, vocab // 2
-    draw = lambda n: torch.rand(rows, n, generator=generator, device=device)  # noqa: E731
-    keys = 1 + draw(half - 1).argsort(1)[:, :most]
-    values = half + (draw(most) * half).long()
-    number = torch.arange(most, device=device)
-    there = number < pairs[:, None]
-    first = torch.stack([keys, values], 2).where(there[..., None], 0).flatten(1)  # (rows, 2 most)
-    place = draw(most).argsort(1)  # slot of two tokens after the pairs, one per key: all keys fit whatever `pairs` is
-    second = torch.zeros_like(first)
-    labels = torch.full_like(first, -1)
-    second.scatter_(1, 2 * place, keys.where(there, 0))
-    labels.scatter_(1, 2 * place, values.where(there, -1))
-    return torch.cat([first, second], 1), torch.cat([torch.full_like(first, -1), labels], 1)
-
-
-def counts(most: int) -> list[int]:
-    """Numbers of pairs that are trained and tested: powers of two."""
-    return [2**i for i in range(2, most.bit_length()) if 2**i <= most]
-
-
 def run(arm, *, device, report):
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.tasks import models
+    from fastweights.lab.tasks.recall_sequences import accuracy, answers, counts, sequences, state_size
+
     most, vocab, batch = arm["pairs"], arm["vocab"], arm["batch"]
     generator = torch.Generator(device).manual_seed(arm["seed"])
     model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=1 if arm["width"] < 64 else 2,
                          conv=4).to(device)  # fmt: skip
     choices = torch.tensor(counts(most), device=device)
-    step = captured_steps.Steps(model, lambda tokens, labels: F.cross_entropy(
+    step = Steps(model, lambda tokens, labels: cross_entropy(
         answers(model, tokens).float().flatten(0, 1), labels[:, labels.shape[1] // 2 :: 2].flatten(), ignore_index=-1
     ), device, lr=arm["lr"])  # fmt: skip
     for i in range(arm["steps"]):
         some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
-        loss = step(captured_steps.rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
+        loss = step(rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
         if i % 100 == 0:
             report(i / arm["steps"], f"{arm['model']} width {arm['width']}, loss {float(loss):.2f}")
     parameters = sum(p.numel() for p in model.parameters())
-    state = _state_size(model)
+    state = state_size(model)
     shares = {}
     for name, stream in (("valid", VALID), ("accuracy", TEST)):
         generator.manual_seed(stream + arm["seed"])
         shares[name] = [accuracy(model, n, most, vocab, generator, device) for n in counts(most)]
     return [dict(tested=n, valid=valid, accuracy=test, parameters=parameters, state=state)
             for n, valid, test in zip(counts(most), *shares.values(), strict=True)]  # fmt: skip
-
-
-def answers(model: Any, tokens: Tensor) -> Tensor:
-    """Logits (B, n, V) at the n places where a key may be asked for."""
-    return model(tokens)[0][:, tokens.shape[1] // 2 :: 2] @ model.embedding.weight.mT
-
-
-@torch.no_grad()
-def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generator, device: str) -> float:
-    model.eval()
-    right = asked = 0.0
-    for _ in range(max(1, TESTED // 256)):
-        tokens, labels = sequences(256, torch.full((256,), n, device=device), most, vocab, generator)
-        labels = labels[:, labels.shape[1] // 2 :: 2]
-        with captured_steps.autocast(device):
-            guess = answers(model, tokens).argmax(-1)
-        right, asked = right + float((guess == labels).sum()), asked + float((labels >= 0).sum())
-    return right / asked
-
-
-def _state_size(model: Any) -> int:
-    """Numbers carried from token to token; softmax's grow with the sequence and count as 0."""
-    states = [block.mixer.init_state(1) for block in model.blocks]
-    return sum(s.memory.numel() for s in states if s is not None)
 
 
 def best_rates(rows) -> dict[tuple, float]:

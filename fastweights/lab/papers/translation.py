@@ -13,15 +13,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from fastweights import features
-from fastweights.lab.engine import captured_steps, plotting
+from fastweights.lab.engine import plotting
 from fastweights.lab.engine.results import mean_over
-from fastweights.lab.tasks import encoder_decoder
-from fastweights.lab.tasks.encoder_decoder import END, PAD
 
 # kind -> BLEU on newstest2014, Table 1, at as many features per head
 PUBLISHED = {"softmax": 27.7, "elu+1": 26.8, "favor-32": 24.4, "favor-128": 25.3, "favor-256": 27.7, "dpfp-2": 26.9,
@@ -42,30 +35,35 @@ def cost(arm):
 
 
 def run(arm, *, device, report):
-    found = encoder_decoder.load(None if report.smoke else report.data, arm["limit"])
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from fastweights import features
+    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.tasks import sentence_pairs
+    from fastweights.lab.tasks.encoder_decoder import Translator, translate
+
+    found = sentence_pairs.made_up(arm["limit"]) if report.smoke else sentence_pairs.load(report.data, arm["limit"])
     how = {name: arm[name] for name in ("dim", "heads", "depth", "kind")}
     sizes, dropout = (len(found.source) + 4, len(found.target) + 4), 0.0 if report.smoke else 0.2
-    model = encoder_decoder.Translator(*sizes, **how, dropout=dropout).to(device)
+    model = Translator(*sizes, **how, dropout=dropout).to(device)
 
-    def objective(source: Tensor, target: Tensor) -> Tensor:
+    def objective(source, target):
         logits = model(source, target[:, :-1]).float().flatten(0, 1)
-        return F.cross_entropy(logits, target[:, 1:].flatten(), ignore_index=PAD, label_smoothing=0.1)
+        wanted = target[:, 1:].flatten()
+        return cross_entropy(logits, wanted, ignore_index=sentence_pairs.PAD, label_smoothing=0.1)
 
     to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731
-    step, order = (
-        captured_steps.Steps(model, objective, device, lr=arm["lr"], weight_decay=0.01),
-        random.Random(arm["seed"]),
-    )
+    step = Steps(model, objective, device, lr=arm["lr"], weight_decay=0.01)
+    order = random.Random(arm["seed"])
     pairs = list(found.splits["train"])
     for epoch in range(arm["epochs"]):
         order.shuffle(pairs)
-        batches = encoder_decoder.arrays(pairs, found, arm["tokens"])
+        batches = sentence_pairs.arrays(pairs, found, arm["tokens"])
         order.shuffle(batches)
         for i, batch in enumerate(batches):
             done = epoch + i / len(batches)
-            share = min(
-                (done + 0.05) / 2, captured_steps.rate(int(1000 * done), 1000 * arm["epochs"])
-            )  # two epochs of warm-up
+            share = min((done + 0.05) / 2, rate(int(1000 * done), 1000 * arm["epochs"]))  # two epochs of warm-up
             loss = step(share, *to(batch))
         report(epoch / arm["epochs"], f"{arm['kind']}, loss {float(loss):.2f}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -73,32 +71,13 @@ def run(arm, *, device, report):
     row: dict[str, Any] = dict(read=found.name, parameters=parameters, features=None if arm["kind"] == "softmax"
                                else features.parse(arm["kind"]).width(width))  # fmt: skip
     for split in ("valid", "test"):
-        row[f"{split}_bleu"], row["scorer"] = encoder_decoder.bleu(*translate(model, found, split, device))
+        row[f"{split}_bleu"], row["scorer"] = sentence_pairs.bleu(*translate(model, found, split, device))
     return [row]
 
 
-@torch.no_grad()
-def translate(
-    model: encoder_decoder.Translator, found: encoder_decoder.Pairs, split: str, device: str
-) -> tuple[list[str], list[str]]:
-    """Hypotheses and references."""
-    model.eval()
-    words = {i: w for w, i in found.target.items()}
-    hypotheses, references = [], []
-    pairs = found.splits[split]
-    for at in range(0, len(pairs), 512):
-        some = pairs[at : at + 512]
-        longest = max(len(a) for a, _ in some) + 1
-        source = torch.full((len(some), longest), PAD)
-        for i, (a, _) in enumerate(some):
-            source[i, : len(a) + 1] = torch.tensor([found.source.get(w, encoder_decoder.UNKNOWN) for w in a] + [END])
-        with captured_steps.autocast(device):
-            out = model.greedy(source.to(device), encoder_decoder.LENGTHS[-1]).cpu().tolist()
-        for row, (_, b) in zip(out, some, strict=True):
-            row = row[: row.index(END)] if END in row else row
-            hypotheses.append(" ".join(words.get(w, "<unk>") for w in row))
-            references.append(" ".join(b))
-    return hypotheses, references
+def data(arm):
+    return tuple(f"multi30k/{split}.{language}" for split in ("train", "val", "test_2016_flickr")
+                 for language in ("en", "de"))  # fmt: skip
 
 
 def table(rows):

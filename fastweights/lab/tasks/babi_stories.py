@@ -1,4 +1,4 @@
-"""Stories with questions: bAbI's twenty tasks when they are at hand, made-up facts of the same kind otherwise.
+"""Stories with questions: bAbI's twenty tasks, or made-up facts of the same kind, and who answers them.
 
 A story is one sequence of words with its questions where they are asked; the answer is wanted at the question mark and
 never stands in the text. Several words, as in "milk,football", are one answer.
@@ -9,8 +9,13 @@ import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+
+from fastweights.core import FastWeightError
+from fastweights.lab.engine import captured_steps
 
 TASKS = (
     "single fact", "two facts", "three facts", "two relations", "three relations", "yes or no", "counting", "lists",
@@ -42,15 +47,21 @@ class Stories:
 
 @functools.lru_cache(2)
 def load(data: Path | None, limit: int = 0) -> Stories:
-    """limit: stories kept of each task; 0 keeps all."""
-    folder = None if data is None else data / "babi" / "en"
-    if folder is not None and folder.is_dir():
-        name = "babi"
-        train, test = ([s for t in range(1, 21) for s in _read(folder, t, split)[: limit or None]]
-                       for split in ("train", "test"))  # fmt: skip
-    else:
-        name, rng = "made up", random.Random(0)
-        train, test = ([_made_up(rng, task) for task in (1, 2) for _ in range(limit or n)] for n in (1000, 200))
+    """bAbI's twenty tasks from the folder babi/en/ of `data`.  limit: stories kept of each task; 0 keeps all."""
+    if data is None or not (data / "babi" / "en").is_dir():
+        raise FastWeightError(f"data is {data}; expected a folder with babi/en/qa1_..._train.txt and so on")
+    return _stories("babi", *([s for t in range(1, 21) for s in _read(data / "babi" / "en", t, split)[: limit or None]]
+                              for split in ("train", "test")))  # fmt: skip
+
+
+def made_up(limit: int = 0) -> Stories:
+    """Who is where, and where a thing is that people carry about."""
+    rng = random.Random(0)
+    return _stories("made up", *([_made_up(rng, task) for task in (1, 2) for _ in range(limit or n)]
+                                 for n in (1000, 200)))  # fmt: skip
+
+
+def _stories(name: str, train: list[Story], test: list[Story]) -> Stories:
     words = sorted({w for s in train + test for w in s.words})
     answers = sorted({a for s in train + test for _, a in s.answers})
     return Stories(name, train, test, {w: i + 1 for i, w in enumerate(words)}, {a: i for i, a in enumerate(answers)})
@@ -122,3 +133,16 @@ def batches(stories: list[Story], found: Stories, tokens: int) -> list[tuple[np.
                 tasks[i] = s.task
             made.append((words, labels, tasks))
     return made
+
+
+@torch.no_grad()
+def wrong_answers(model: Any, answers: Any, found: Stories, tokens: int, device: str) -> dict[int, float]:
+    """Share of wrong answers on the test stories of each task."""
+    model.eval()
+    wrong, asked = np.zeros(21), np.zeros(21)
+    for words, labels, tasks in batches(found.test, found, tokens):
+        with captured_steps.autocast(device):
+            guess = answers(torch.from_numpy(words).to(device)).argmax(-1).cpu().numpy()
+        np.add.at(wrong, tasks, ((guess != labels) & (labels >= 0)).sum(1))
+        np.add.at(asked, tasks, (labels >= 0).sum(1))
+    return {t: float(wrong[t] / asked[t]) for t in range(1, 21) if asked[t]}

@@ -14,6 +14,11 @@ from fastweights.text import corpus
 
 NAMES = ("wikitext-2-words", "wikitext-2-bytes", "enwik8", "stdlib-words", "stdlib-bytes")
 SPLITS = ("train", "valid", "test")
+# What a corpus is read from, as patterns below the folder of the user's data; the standard library needs nothing.
+FILES: dict[str, tuple[str, ...]] = {
+    "enwik8": ("enwik8*",),
+    **dict.fromkeys(("wikitext-2-words", "wikitext-2-bytes"), tuple(f"wikitext-2/wiki.{s}.tokens" for s in SPLITS)),
+}
 MEGABYTES = 12  # of enwik8: the first, cut 90 / 5 / 5
 RARE = 3  # words of the standard library seen less often are unknown; WikiText marks its own
 TITLE = re.compile(r"^ = [^=].*[^=] = $", re.M)  # of an article of WikiText
@@ -35,19 +40,17 @@ class Text:
 
 @functools.lru_cache(6)
 def load(name: str, data: Path | None, limit: int = 0) -> Text:
-    """A corpus by name; without its file in `data`, the standard library read the same way.
-
-    limit: tokens kept of each split; 0 keeps all.
-    """
+    """A corpus by name, from its files in the folder `data`.  limit: tokens kept of each split; 0 keeps all."""
     if name not in NAMES:
         raise FastWeightError(f"corpus is {name!r}; expected one of {', '.join(NAMES)}")
-    by_words, documents = name.endswith("words"), None
-    if data is not None and name.startswith("wikitext-2"):
-        documents = _wikitext(data / "wikitext-2")
-    elif data is not None and name == "enwik8":
-        documents = _enwik8(data)
-    if documents is None:
-        name, documents = f"stdlib-{'words' if by_words else 'bytes'}", _stdlib(limit)
+    absent = [f for f in FILES.get(name, ()) if data is None or not any(data.glob(f))]
+    if absent:
+        raise FastWeightError(f"data is {data}; expected a folder with {', '.join(absent)}, which {name} is read from")
+    by_words = name.endswith("words")
+    if data is None or name.startswith("stdlib"):
+        documents = _stdlib(limit)
+    else:
+        documents = _wikitext(data / "wikitext-2") if name.startswith("wikitext") else _enwik8(data)
     parts, starts, sizes = {}, {}, {}
     types = _types(documents["train"], 1 if name.startswith("wikitext") else RARE) if by_words else {}
     for split in SPLITS:
@@ -74,22 +77,19 @@ def _types(documents: list[str], least: int) -> dict[str, int]:
     return {w: i for i, w in enumerate({"<unk>": None} | kept)}
 
 
-def _wikitext(folder: Path) -> dict[str, list[str]] | None:
-    paths = {s: folder / f"wiki.{s}.tokens" for s in SPLITS}
-    if not all(p.exists() for p in paths.values()):
-        return None
+def _wikitext(folder: Path) -> dict[str, list[str]]:
     found = {}
-    for split, path in paths.items():
-        text = path.read_text(encoding="utf-8")
+    for split in SPLITS:
+        text = (folder / f"wiki.{split}.tokens").read_text(encoding="utf-8")
         at = [m.start() for m in TITLE.finditer(text)]
         found[split] = [text[a:b] for a, b in zip([0, *at[1:]], [*at[1:], len(text)], strict=True)]
     return found
 
 
-def _enwik8(folder: Path) -> dict[str, list[str]] | None:
+def _enwik8(folder: Path) -> dict[str, list[str]]:
     path = next((p for p in (folder / "enwik8.xz", folder / "enwik8") if p.exists()), None)
     if path is None:
-        return None
+        raise FastWeightError(f"data is {folder}; expected enwik8 or enwik8.xz there: no other form is read")
     with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
         raw = file.read(MEGABYTES * 10**6)
     edges = [0, int(len(raw) * 0.9), int(len(raw) * 0.95), len(raw)]

@@ -1,89 +1,20 @@
-"""An encoder-decoder whose attention, self and cross, is softmax or a sum of features; pairs to translate; BLEU.
+"""An encoder-decoder whose attention, self and cross, is softmax or a sum of features.
 
 Shapes: B sentences, T tokens, D width, H heads, K key width.
 """
 
-import functools
 import math
-import random
-from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights import features
+from fastweights.lab.engine import captured_steps
+from fastweights.lab.tasks.sentence_pairs import END, LENGTHS, PAD, START, UNKNOWN, Pairs
 from fastweights.torch.ops import fast_weight, feature_map
 
-PAD, START, END, UNKNOWN = range(4)
-LENGTHS = (16, 24, 32, 48)  # sentences are padded to one of these
 EPS = 1e-6  # added to the sum of weights, which is positive
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Sentences as words, by split, and the numbers of words of both languages."""
-
-    name: str
-    splits: dict[str, list[tuple[list[str], list[str]]]]
-    source: dict[str, int]
-    target: dict[str, int]
-
-
-@functools.lru_cache(2)
-def load(data: Path | None, limit: int = 0) -> Pairs:
-    """Multi30k English to German from `data`, or made-up sentences whose verb goes to the end."""
-    folder = None if data is None else data / "multi30k"
-    if folder is not None and folder.is_dir():
-        names = dict(train="train", valid="val", test="test_2016_flickr")
-        splits = {s: list(zip(_read(folder / f"{n}.en"), _read(folder / f"{n}.de"), strict=True))[: limit or None]
-                  for s, n in names.items()}  # fmt: skip
-    else:
-        rng = random.Random(0)
-        sizes = dict(train=limit or 4000, valid=64, test=64)
-        splits = {s: [_made_up(rng) for _ in range(n)] for s, n in sizes.items()}
-    splits["train"] = [(a, b) for a, b in splits["train"] if max(len(a), len(b)) < LENGTHS[-1] - 1]
-    source, target = (_numbers(pair[i] for pair in splits["train"]) for i in (0, 1))
-    return Pairs("multi30k" if folder is not None and folder.is_dir() else "made up", splits, source, target)
-
-
-def _read(path: Path) -> list[list[str]]:
-    return [line.split() for line in path.read_text("utf-8").splitlines()]
-
-
-def _made_up(rng: random.Random) -> tuple[list[str], list[str]]:
-    noun = lambda: rng.randrange(6)  # noqa: E731
-    a, verb, b, adjective = noun(), rng.randrange(4), noun(), rng.randrange(3)
-    return (["the", f"noun{a}", f"verb{verb}", "a", f"adjective{adjective}", f"noun{b}"],
-            ["das", f"wort{a}", "ein", f"eigen{adjective}", f"wort{b}", f"tun{verb}"])  # fmt: skip
-
-
-def _numbers(sentences: Any) -> dict[str, int]:
-    """Of words seen at least twice."""
-    counts = Counter(w for s in sentences for w in s)
-    return {w: i + 4 for i, w in enumerate(w for w, n in counts.items() if n > 1)}
-
-
-def arrays(pairs: list, found: Pairs, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches of about `tokens` words: source (B, T) ending in END, target (B, T + 1) from START to END; PAD after."""
-    groups: dict[int, list] = {}
-    for a, b in pairs:
-        groups.setdefault(next(n for n in LENGTHS if max(len(a), len(b)) < n), []).append((a, b))
-    made = []
-    for length, group in sorted(groups.items()):
-        rows = max(1, tokens // length)
-        for at in range(0, len(group), rows):
-            source, target = np.full((rows, length), PAD), np.full((rows, length + 1), PAD)
-            for i, (a, b) in enumerate(group[at : at + rows]):
-                source[i, : len(a) + 1] = [found.source.get(w, UNKNOWN) for w in a] + [END]
-                target[i, : len(b) + 2] = [START, *(found.target.get(w, UNKNOWN) for w in b), END]
-            source[len(group[at : at + rows]) :, 0] = END  # attention over nothing has no value
-            made.append((source, target))
-    return made
 
 
 class Attend(nn.Module):
@@ -189,29 +120,23 @@ class Translator(nn.Module):
         return target[:, 1:]
 
 
-def bleu(hypotheses: list[str], references: list[str]) -> tuple[float, str]:
-    """BLEU of tokenised text and who computed it: sacrebleu, or the same formula here where it is not installed."""
-    try:
-        import sacrebleu
-    except ImportError:
-        return corpus_bleu(hypotheses, references), "own formula"
-    score = sacrebleu.corpus_bleu(hypotheses, [references], tokenize="none", force=True).score
-    return float(score), f"sacrebleu {sacrebleu.__version__}"
-
-
-def corpus_bleu(hypotheses: list[str], references: list[str]) -> float:
-    """Geometric mean of the precisions of 1 to 4 words, smoothed like sacrebleu's, times the brevity penalty; in %."""
-    right, total, ours, theirs = [0] * 4, [0] * 4, 0, 0
-    for hypothesis, reference in zip(hypotheses, references, strict=True):
-        a, b = hypothesis.split(), reference.split()
-        ours, theirs = ours + len(a), theirs + len(b)
-        for n in range(4):
-            x, y = (Counter(tuple(w[i : i + n + 1]) for i in range(len(w) - n)) for w in (a, b))
-            right[n], total[n] = right[n] + sum((x & y).values()), total[n] + sum(x.values())
-    if not all(total) or not right[0]:
-        return 0.0
-    logs, smooth = 0.0, 1.0
-    for r, t in zip(right, total, strict=True):
-        smooth = smooth if r else smooth * 2
-        logs += math.log(100 * r / t if r else 100 / (smooth * t))
-    return math.exp(logs / 4) * min(1.0, math.exp(1 - theirs / ours))
+@torch.no_grad()
+def translate(model: Translator, found: Pairs, split: str, device: str) -> tuple[list[str], list[str]]:
+    """Hypotheses and references."""
+    model.eval()
+    words = {i: w for w, i in found.target.items()}
+    hypotheses, references = [], []
+    pairs = found.splits[split]
+    for at in range(0, len(pairs), 512):
+        some = pairs[at : at + 512]
+        longest = max(len(a) for a, _ in some) + 1
+        source = torch.full((len(some), longest), PAD)
+        for i, (a, _) in enumerate(some):
+            source[i, : len(a) + 1] = torch.tensor([found.source.get(w, UNKNOWN) for w in a] + [END])
+        with captured_steps.autocast(device):
+            out = model.greedy(source.to(device), LENGTHS[-1]).cpu().tolist()
+        for row, (_, b) in zip(out, some, strict=True):
+            row = row[: row.index(END)] if END in row else row
+            hypotheses.append(" ".join(words.get(w, "<unk>") for w in row))
+            references.append(" ".join(b))
+    return hypotheses, references

@@ -1,0 +1,87 @@
+"""A language model whose output layer learns while it reads: built, trained, and timed beside dynamic evaluation."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastweights.lab.engine import captured_steps
+from fastweights.lab.tasks import models
+from fastweights.lab.tasks.document_losses import READ, SEGMENT, documents, score
+from fastweights.lm.training import SLOW_SHARE
+
+RATES = (3e-5, 1e-4, 3e-4)  # of dynamic evaluation
+
+
+def make(arm: dict, vocab: int) -> Any:
+    model = models.build([arm["body"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4,
+                         window=256 if arm["body"] == "softmax" else 0, head="fwl",
+                         fast_hidden=2 * arm["dim"] - 16, dropout=0.1 if vocab > 256 else 0.0)  # fmt: skip
+    if "decay" in arm:
+        decay = arm["decay"] if arm["decay"] < 1 else None
+        model.fast.config = dataclasses.replace(model.fast.config, decay=decay)
+    return model
+
+
+def train(model, found, arm, device, report):
+    """Windows at random places, each read afresh: what is learned from a window is learned within it."""
+    batch, length, learn = arm["batch"], arm["length"], arm["what"] == "fast"
+    stream = torch.from_numpy(found.train).to(device)
+    places = torch.Generator().manual_seed(arm["seed"])
+
+    def objective(rows):
+        scores = model.score(rows[:, :-1], rows[:, 1:], learn=learn)
+        if not learn:
+            return scores.loss.mean()
+        return (1 - SLOW_SHARE) * scores.loss.mean() + SLOW_SHARE * scores.slow.mean()
+
+    step, count = (
+        captured_steps.Steps(model, objective, device, lr=arm["lr"]),
+        max(1, arm["tokens"] // (batch * length)),
+    )
+    for i in range(count):
+        first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
+        loss = step(
+            captured_steps.rate(i, count, min(100, count // 10 + 1)),
+            stream[first + torch.arange(length + 1, device=device)],
+        )
+        if i % 20 == 0:
+            report(0.8 * i / count, f"{arm['body']} {arm['what']}, loss {float(loss):.2f}")
+
+
+def choose_rate(model, found, arm, device, report) -> float:
+    """The rate with which dynamic evaluation scores some validation documents best."""
+    docs, best = documents(found, "valid", arm["scored"] // 6), (math.inf, RATES[0])
+    for lr in RATES:
+        report(0.9, f"{arm['body']}: dynamic evaluation at {lr:g}")
+        best = min(best, (float(np.concatenate(score(model, docs, "dynamic", device, found, lr=lr)).mean()), lr))
+    return best[1]
+
+
+def measure_cost(model, arm, found, device, report) -> list[dict]:
+    """Time and operations per token read in each mode by an untrained model, whose numbers do not matter."""
+    stream = np.resize(found.test, min(16 * READ, 8 * arm["scored"]))
+    body = sum(p.numel() for b in model.blocks for p in b.parameters() if p.dim() >= 2)
+    block = 2 * arm["dim"] * model.fast.config.hidden_width
+    words = arm["dim"] * found.vocab
+    per_token = dict(
+        static=2 * (body + block + words),
+        # slow pass, its gradient (2 words + 1 block), two memories written and read (4 blocks), fast pass
+        fast=2 * (body + block + words) + 2 * words + block + 4 * block + block + 2 * words,
+        dynamic=6 * (body + block + words) + 8 * (body + block + words) / SEGMENT,
+    )
+    rows = []
+    for mode, operations in per_token.items():
+        tokens = len(stream) if mode != "dynamic" else max(2 * SEGMENT, len(stream) // 8)
+        seconds = math.inf
+        for _ in range(3):  # the first compiles
+            report(0.5, f"timing {mode}")
+            began = time.perf_counter()
+            score(model, [stream[:tokens]], mode, device, found, lr=RATES[0])
+            seconds = min(seconds, time.perf_counter() - began)
+        rows.append(dict(read=found.name, mode=mode, by="cost", operations=operations, block_operations=block,
+                         body_operations=body, microseconds=1e6 * seconds / tokens))  # fmt: skip
+    return rows
