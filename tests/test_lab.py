@@ -1,11 +1,14 @@
 """The lab: every experiment runs in small, interrupted runs go on, and the fast forms compute what the slow ones do."""
 
+import ast
 import importlib
 import json
 import math
 import pkgutil
+import subprocess
 import sys
 import time
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,12 @@ from fastweights import cli, lab  # noqa: E402
 from fastweights.core import FastWeightError  # noqa: E402
 from fastweights.lab import papers  # noqa: E402
 from fastweights.lab.engine import experiment, pool, results  # noqa: E402
-from fastweights.lab.engine.experiment import Report, reproduce  # noqa: E402
+from fastweights.lab.engine.experiment import Report  # noqa: E402
+from fastweights.lab.engine.reproduce import reproduce  # noqa: E402
 from fastweights.lab.engine.training import train  # noqa: E402
 from fastweights.lab.tasks.key_value_retrieval import Model, Task, effective  # noqa: E402
 
+LAB = Path(lab.__file__).parent
 HERE = [m.name for m in pkgutil.iter_modules(papers.__path__)]
 FOUND = [name for name in lab.EXPERIMENTS if name.replace("-", "_") in HERE]
 
@@ -123,6 +128,57 @@ def test_time_over_keeps_what_is_done(toy, tmp_path):
 def test_unknown_experiment_lists_all():
     with pytest.raises(FastWeightError, match="experiment is 'frobnicate'; expected one of capacity, overwrite"):
         experiment.load("frobnicate")
+
+
+def test_data_that_is_not_there_is_named_before_anything_runs(tmp_path):
+    needs = r"--data is not given; expected a folder with multi30k/train.en, .*: translation reads them"
+    with pytest.raises(FastWeightError, match=needs):
+        reproduce("translation", out=tmp_path)
+    with pytest.raises(FastWeightError, match=r"--data is .*nothing; expected a folder$"):
+        reproduce("translation", out=tmp_path, data=tmp_path / "nothing")
+    some = dict(out=tmp_path, only="group=application,corpus=stdlib-bytes")
+    experiment.check_data([experiment.plan("language-model", **some)], None)  # reads what Python brings along
+    with pytest.raises(FastWeightError, match=r"with wikitext-2/wiki.train.tokens, .*enwik8\*: language-model reads"):
+        experiment.check_data([experiment.plan("language-model", out=tmp_path)], tmp_path)
+
+
+def imports_of(path):
+    """Modules of the lab that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{a.name}" for a in node.names] + [node.module]
+        else:
+            continue
+        found |= {n for n in names if n in MODULES}
+    return found
+
+
+MODULES = {f"fastweights.lab.{'.'.join(p.relative_to(LAB).with_suffix('').parts)}": p
+           for p in LAB.rglob("*.py") if p.name != "__init__.py"}  # fmt: skip
+
+
+def test_floors_rest_on_each_other():
+    """papers import tasks and engine, tasks import engine, engine imports neither; and nothing imports itself."""
+    may = dict(papers={"tasks", "engine"}, tasks={"tasks", "engine"}, engine={"engine"})
+    imports = {name: imports_of(path) for name, path in MODULES.items()}
+    wrong = [f"{a} imports {b}" for a, found in imports.items() for b in found
+             if b.split(".")[2] not in may[a.split(".")[2]]]  # fmt: skip
+    assert not wrong
+    assert imports["fastweights.lab.engine.pool"] >= {"fastweights.lab.engine.experiment"}  # the check can fail
+    TopologicalSorter(imports).prepare()  # raises on a cycle
+
+
+def test_experiments_are_light_to_import():
+    """The list of what there is needs neither PyTorch nor NumPy."""
+    code = "import sys, importlib, fastweights.lab as lab\n"
+    code += "for n in lab.EXPERIMENTS: importlib.import_module('fastweights.lab.papers.' + n.replace('-', '_'))\n"
+    code += "print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "matplotlib"} & set(loaded)
+    assert "fastweights.lab.papers.translation" in loaded
 
 
 def test_unwritable_folder(tmp_path):

@@ -9,8 +9,17 @@ import torch
 
 from fastweights.core import FastWeightError
 from fastweights.lab.engine import captured_steps
-from fastweights.lab.papers import fast_weight_layers, language_model, recall
-from fastweights.lab.tasks import babi_stories, corpora, document_losses, encoder_decoder, models
+from fastweights.lab.papers import fast_weight_layers, recall
+from fastweights.lab.tasks import (
+    babi_stories,
+    corpora,
+    document_losses,
+    encoder_decoder,
+    language_modelling,
+    models,
+    recall_sequences,
+    sentence_pairs,
+)
 from fastweights.models.mixers import SoftmaxMixer
 
 
@@ -79,7 +88,7 @@ def test_carried_training_sees_what_one_pass_sees():
     """The state that a step leaves behind is the state after its segment; keep = 0 forgets it."""
     model = models.build(["delta", "softmax"], 20, dim=16, heads=2, conv=4, window=8).eval()
     tokens = torch.randint(20, (3, 17))
-    memory, losses = language_model.Carried(model, 3), []
+    memory, losses = language_modelling.Carried(model, 3), []
     with torch.no_grad():
         whole = model.score(tokens[:, :-1], tokens[:, 1:]).loss
         for at in (0, 8):
@@ -97,8 +106,8 @@ def test_windows_score_every_token_once():
     model = models.build(["linear"], 16, dim=16, heads=2).eval()
     torch.nn.init.zeros_(model.embedding.weight)
     stream = np.random.default_rng(0).integers(16, size=101)
-    assert math.isclose(language_model.score_windows(model, stream, 8, "cpu"), math.log(16), rel_tol=1e-6)
-    assert math.isclose(language_model.score_carried(model, stream, "cpu", 32), math.log(16), rel_tol=1e-6)
+    assert math.isclose(language_modelling.score_windows(model, stream, 8, "cpu"), math.log(16), rel_tol=1e-6)
+    assert math.isclose(language_modelling.score_carried(model, stream, "cpu", 32), math.log(16), rel_tol=1e-6)
 
 
 def test_steps_train():
@@ -117,7 +126,7 @@ def test_steps_train():
 def test_recall_sequences_have_one_right_answer():
     generator = torch.Generator().manual_seed(0)
     pairs = torch.tensor([4, 16, 9])
-    tokens, labels = recall.sequences(3, pairs, 16, 64, generator)
+    tokens, labels = recall_sequences.sequences(3, pairs, 16, 64, generator)
     assert tokens.shape == labels.shape == (3, 64)
     for row, asked, n in zip(tokens.tolist(), labels.tolist(), pairs.tolist(), strict=True):
         keys, values = row[: 2 * n : 2], row[1 : 2 * n : 2]
@@ -139,7 +148,13 @@ def test_corpora_are_split_and_say_what_they_read(tmp_path):
     assert found.name == "wikitext-2-words"
     assert len(found.starts["train"]) == 2  # a section is no document
     assert ((found.valid == 0).sum(), (found.train == 0).sum()) == (1, 0)  # d was never seen
-    assert corpora.load("enwik8", tmp_path, 500).name == "stdlib-bytes"
+    with pytest.raises(
+        FastWeightError, match=r"data is .*; expected a folder with enwik8\*, which enwik8 is read from"
+    ):
+        corpora.load("enwik8", tmp_path, 500)
+    with pytest.raises(FastWeightError, match=r"data is None; expected a folder with wikitext-2/wiki\.train\.tokens"):
+        corpora.load("wikitext-2-bytes", None)
+    assert corpora.load("stdlib-bytes", None, 500).name == "stdlib-bytes"
     with pytest.raises(FastWeightError, match="corpus is 'x'; expected one of wikitext-2-words"):
         corpora.load("x", None)
 
@@ -178,7 +193,7 @@ def test_made_up_stories_are_true():
 def test_translator_ignores_padding_and_the_future(kind):
     model = encoder_decoder.Translator(20, 20, dim=16, heads=2, depth=2, kind=kind, dropout=0.0).eval()
     source, target = torch.randint(4, 20, (2, 6)), torch.randint(4, 20, (2, 5))
-    longer = torch.cat([source, torch.full((2, 4), encoder_decoder.PAD)], 1)
+    longer = torch.cat([source, torch.full((2, 4), sentence_pairs.PAD)], 1)
     later = target.clone()
     later[:, 3:] = 7
     changed = source.clone()
@@ -207,12 +222,12 @@ def test_attention_is_a_weighted_mean_of_values(kind):
 
 
 def test_pairs_as_arrays():
-    found = encoder_decoder.load(None, 50)
-    batches = encoder_decoder.arrays(found.splits["train"], found, 256)
+    found = sentence_pairs.made_up(50)
+    batches = sentence_pairs.arrays(found.splits["train"], found, 256)
     source, target = batches[0]
     assert source.shape[1] + 1 == target.shape[1]
-    assert (target[:, 0] == encoder_decoder.START).sum() == min(len(found.splits["train"]), len(target))
-    assert ((source == encoder_decoder.END).sum(1) == 1).all()
+    assert (target[:, 0] == sentence_pairs.START).sum() == min(len(found.splits["train"]), len(target))
+    assert ((source == sentence_pairs.END).sum(1) == 1).all()
     words = {i: w for w, i in found.target.items()}
     reference = found.splits["train"][0][1]
     assert [words.get(i, "?") for i in target[0, 1 : len(reference) + 1].tolist()] == reference
@@ -220,15 +235,15 @@ def test_pairs_as_arrays():
 
 def test_bleu():
     references = ["the cat sat on the mat .", "a dog runs", "one two three four five six"]
-    assert encoder_decoder.corpus_bleu(references, references) == pytest.approx(100.0)
-    assert encoder_decoder.corpus_bleu(["", "", ""], references) == 0.0
+    assert sentence_pairs.corpus_bleu(references, references) == pytest.approx(100.0)
+    assert sentence_pairs.corpus_bleu(["", "", ""], references) == 0.0
     hypotheses = ["the cat sat on a mat .", "a dog", "one two three five four six"]
-    got = encoder_decoder.corpus_bleu(hypotheses, references)
+    got = sentence_pairs.corpus_bleu(hypotheses, references)
     assert 0 < got < 100
     sacrebleu = pytest.importorskip("sacrebleu")
     for hypothesis in (hypotheses, ["the mat cat", "dog", "six five"], ["a b c d e f g h i j k"] * 3):
         score = sacrebleu.corpus_bleu(hypothesis, [references], tokenize="none", force=True).score
-        assert encoder_decoder.corpus_bleu(hypothesis, references) == pytest.approx(score, abs=1e-6)
+        assert sentence_pairs.corpus_bleu(hypothesis, references) == pytest.approx(score, abs=1e-6)
 
 
 def test_repetitions_and_bins():

@@ -26,7 +26,10 @@ def reproduce(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of corpora; ../shared/data if there, else made here.", show_default=False),
+        typer.Option(
+            help="Folder with the corpora that an experiment reads: wikitext-2/, enwik8, babi/en/, multi30k/.",
+            show_default=False,
+        ),
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the experiment's own number.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, also on one GPU: small models leave it idle.")] = 1,
@@ -62,8 +65,9 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
     import torch
     from rich.console import Console
 
-    from fastweights.lab.engine import experiment
+    from fastweights.lab.engine.experiment import check_data, plan
     from fastweights.lab.engine.pool import run_all
+    from fastweights.lab.engine.reproduce import finish
 
     if device not in ("auto", "cpu", "cuda"):
         raise FastWeightError(f"--device is {device!r}; expected auto, cpu or cuda")
@@ -72,14 +76,14 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()
-    plans = [experiment.plan(name, **how) for name in names]
-    broken = run_all(plans, device=device, data=experiment.find_data(data), jobs=jobs, minutes=minutes,
-                     console=Console(stderr=True))  # fmt: skip
+    plans = [plan(name, **how) for name in names]
+    check_data(plans, data)
+    broken = run_all(plans, device=device, data=data, jobs=jobs, minutes=minutes, console=Console(stderr=True))
     failed = bool(broken)
-    for plan in plans:
-        outcome = experiment.finish(plan)
+    for planned in plans:
+        outcome = finish(planned)
         failed |= bool(outcome.failed)
-        _show(outcome, plan, console)
+        _show(outcome, planned, console)
     for text in broken:
         console.print(text, style="red", markup=False, highlight=False)
     return int(failed)

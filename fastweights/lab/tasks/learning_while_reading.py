@@ -11,8 +11,8 @@ import torch
 from fastweights.lab.engine import captured_steps
 from fastweights.lab.tasks import models
 from fastweights.lab.tasks.document_losses import READ, SEGMENT, documents, score
-from fastweights.lm.training import SLOW_SHARE
 
+SLOW_SHARE = 0.5  # of the layer that has learned nothing in the loss that is trained, as in the application
 RATES = (3e-5, 1e-4, 3e-4)  # of dynamic evaluation
 
 
