@@ -129,7 +129,9 @@ def test_readme_tree_is_the_tree():
             assert (PACKAGE / folder / file).is_file(), f"{folder}/{file}"
 
 
-@pytest.mark.parametrize("module", ["fastweights.core", "fastweights.torch.ops", "fastweights.jax.ops"])
+@pytest.mark.parametrize(
+    "module", ["fastweights.core", "fastweights.torch.ops", "fastweights.torch.cache", "fastweights.jax.ops"]
+)
 def test_doctests(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted

@@ -5,6 +5,7 @@ from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.sequential import RNNState
+from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.fwl import FWLBlock, make_labels
 from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
@@ -13,6 +14,7 @@ from fastweights.torch.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
     "AttentionState",
+    "CacheState",
     "DynamicEvaluation",
     "FWLBlock",
     "FWLOutput",
@@ -22,6 +24,7 @@ __all__ = [
     "FastWeightProgrammer",
     "FastWeightRNN",
     "GradientStatistics",
+    "NeuralCache",
     "RNNState",
     "export_parameters",
     "fast_weight",

@@ -1,0 +1,213 @@
+"""What the queries of a neural cache see: the keys of its state, of the tokens before them, and no padding.
+
+Shapes: R sequences, L tokens of the longest, C queries of a block, D width, N keys in sight, G temperatures.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.core import FastWeightError
+
+BLOCK = 128  # queries at a time
+EPS = 1e-12  # under the squared length of a feature vector
+
+
+class CacheState(NamedTuple):
+    """What a `NeuralCache` holds after some tokens: pass it on, save it, fork it. Batch first in every field.
+
+    keys (B, m, D) unit vectors of the last m <= window tokens, the newest last; labels (B, m) the token that followed
+    each; filled (B,) how many of them are there, those at the end; scores (B, E) log likelihood of each expert so far.
+    waiting (B, D + 1), logits (B, V): in a stream, the last token's features with 1 after them (0 where there is no
+    token) and the model's logits, until its label is known; None in a text with known labels.
+    """
+
+    keys: Tensor
+    labels: Tensor
+    filled: Tensor
+    scores: Tensor
+    waiting: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Sight:
+    """What a block of queries (R, C, D) sees of keys (R, N, D).  visible (R, C, N)."""
+
+    def __init__(self, cache, q, keys, labels, visible):
+        self.cache, self.labels, self.visible, self.length = cache, labels, visible, q.shape[1]
+        self.empty = ~visible.any(-1)
+        similarity = torch.where(visible, q @ keys.mT, -torch.inf)
+        top = similarity.amax(-1, keepdim=True) if keys.shape[1] else similarity.sum(-1, keepdim=True)
+        self.apart = similarity - torch.where(self.empty[..., None], 0.0, top)  # <= 0
+        sums = torch.stack([(self.apart * c).exp_().sum(-1) for c in cache.temperatures], -1)
+        self.sums = torch.where(self.empty[..., None], 1.0, sums)  # (R, C, G)
+
+    def log_hits(self, labels):
+        """Log of the probability that the cache gives to labels (R, C), per temperature; anything where it is empty."""
+        row, query, key = ((self.labels[:, None] == labels[..., None]) & self.visible).nonzero(as_tuple=True)
+        apart = self.apart[row, query, key][:, None] * self.apart.new_tensor(self.cache.temperatures)
+        hits = torch.zeros_like(self.sums).index_put((row, query), apart.exp(), accumulate=True)
+        return hits.clamp(min=torch.finfo(hits.dtype).tiny).log() - self.sums.log()
+
+    def attention(self, shares):
+        """Weights of the keys (R, C, N), summed over temperatures by shares (R, C, G)."""
+        shares = shares / self.sums
+        return sum((self.apart * c).exp_() * shares[..., g, None] for g, c in enumerate(self.cache.temperatures))
+
+
+class Held:
+    """The keys of the state and those of new tokens behind them, as queries see them."""
+
+    def __init__(self, cache, state, keys, labels):
+        self.cache, self.filled, self.before, self.new = cache, state.filled, state.keys.shape[1], keys
+        self.keys, self.labels = torch.cat([state.keys, keys], 1), torch.cat([state.labels, labels], 1)
+
+    def look(self, rows, part):
+        """The sight of the new tokens in the slice `part`, of some sequences."""
+        end, window, device = self.before + part.stop, self.cache.window, self.keys.device
+        first = max(0, self.before + part.start - window)
+        key = torch.arange(first, end, device=device)
+        own = torch.arange(self.before + part.start, end, device=device)[:, None]  # the queries' own places
+        there = key >= (self.before - self.filled[rows])[:, None, None]
+        seen = slice(first, end)
+        return Sight(self.cache, self.new[rows, part], self.keys[rows, seen], self.labels[rows, seen],
+                      there & (key < own) & (key >= own - window))  # fmt: skip
+
+    def after(self, written, scores):
+        """The state once the first `written` (R,) of the new tokens are in it."""
+        m = min(self.cache.window, self.before + int(written.max())) if len(written) else 0
+        sizes = set(written.tolist())
+        if len(sizes) == 1:  # a view would keep all keys alive
+            end = self.before + sizes.pop()
+            keys, labels = self.keys[:, end - m : end].clone(), self.labels[:, end - m : end].clone()
+        else:
+            at = (torch.arange(m, device=written.device) + (self.before + written - m)[:, None]).clamp(min=0)
+            keys, labels = rows_at(self.keys, at), rows_at(self.labels, at)
+        filled = (self.filled + written).clamp(max=self.cache.window)
+        return CacheState(keys, labels, filled, scores)
+
+
+class Stream(NamedTuple):
+    """The token that waited and the new ones, padding left out, so that each row's tokens stand at its start.
+
+    keys (R, L, D);  labels (R, L): the token after each;  place (R, L): of its logits, less than 0 where there are
+    none;  lengths (R,);  waited (R, L): whether it is the token that waited.
+    """
+
+    keys: Tensor
+    labels: Tensor
+    place: Tensor
+    lengths: Tensor
+    waited: Tensor
+
+    @classmethod
+    def of(cls, x, tokens, state, mask, without):
+        """Of new tokens, of which the first `without` have no logits."""
+        B, T = tokens.shape
+        if mask is not None:  # whatever padding holds
+            x = torch.where(mask[..., None], x, 0.0)
+        keys, place = unit(x), torch.arange(-without, T - without, device=x.device).expand(B, T)
+        there = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        waited = torch.zeros_like(there)
+        if state.waiting is not None:
+            keys = torch.cat([state.waiting[:, None, :-1], keys], 1)
+            there = torch.cat([state.waiting[:, -1:] > 0, there], 1)
+            tokens, place = torch.cat([tokens[:, :1], tokens], 1), torch.cat([place[:, :1] * 0 - 1, place], 1)
+            waited = torch.cat([torch.ones_like(there[:, :1]), waited], 1)
+        if state.waiting is not None or mask is not None:
+            order = torch.argsort(~there, dim=1, stable=True)
+            keys, tokens, place, waited = (rows_at(a, order) for a in (keys, tokens, place, waited))
+        lengths = there.sum(1)
+        if mask is not None and without:
+            last = rows_at(place, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+            if bool(((last < 0) & mask.any(1)).any()):
+                raise FastWeightError("logits are missing for the last real token of a row; expected padding on the "
+                                      "left, or logits of all tokens")  # fmt: skip
+        return cls(keys, torch.roll(tokens, -1, 1), place, lengths, waited)
+
+    def losses(self, logits, log_sums, losses, state):
+        """The model's own loss of the labels (R, L)."""
+        at, sums = self.place.clamp(min=0), log_sums
+        if losses is None:
+            row = torch.arange(len(logits), device=logits.device)[:, None]
+            own = rows_at(sums, at) - logits[row, at, self.labels].to(sums.dtype)
+        else:
+            shift = losses.shape[1] - logits.shape[1]
+            own = torch.take_along_dim(losses.to(sums.dtype), (self.place + shift).clamp(min=0), 1).roll(-1, 1)
+        if state.logits is None:
+            return own
+        old = log_sum(state.logits, sums.dtype)[:, None] - torch.take_along_dim(state.logits, self.labels[:, :1], 1)
+        return torch.where(self.waited, old, own)
+
+    def last(self, logits, state):
+        """`waiting` and `logits` of the state after the last token of each row."""
+        at = (self.lengths - 1).clamp(min=0)[:, None]
+        key, place, waited = (rows_at(x, at)[:, 0] for x in (self.keys, self.place, self.waited))
+        there = (self.lengths > 0)[:, None]
+        found = rows_at(logits, place.clamp(min=0)[:, None])[:, 0].to(key.dtype)
+        if state.logits is not None:
+            found = torch.where(waited[:, None], state.logits, found)
+        return dict(waiting=torch.cat([torch.where(there, key, 0.0), there.to(key.dtype)], 1), logits=found)
+
+
+def rows_at(x, at):
+    """x (R, L, ...) at places (R, n) of its second axis."""
+    return x[torch.arange(len(x), device=x.device)[:, None], at]
+
+
+def weigh(scores, rows, relative):
+    """(log weights of the experts before each token of a block, scores after it)."""
+    so_far = scores[rows][:, None] + relative.cumsum(1)
+    after = so_far[:, -1] - so_far[:, -1].amax(-1, keepdim=True)
+    scores = after if isinstance(rows, slice) else scores.index_copy(0, rows, after)
+    return torch.log_softmax(so_far - relative, -1), scores
+
+
+def places(x, mask, cu_seqlens):
+    """Places (R, L) in the flattened tokens of each sequence's own, in order from the left; and its length (R,)."""
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        place = starts[:, None] + torch.arange(int(lengths.max()), device=x.device)
+        return place.clamp(max=max(0, T - 1)), lengths
+    offset = torch.arange(B, device=x.device)[:, None] * T
+    if mask is None:
+        return offset + torch.arange(T, device=x.device), torch.full((B,), T, device=x.device)
+    return offset + torch.argsort(~mask, dim=1, stable=True), mask.sum(1)
+
+
+def blocks(lengths):
+    """(slice of tokens, sequences that have any there): all in blocks of BLOCK."""
+    sizes = lengths.tolist()
+    for a in range(0, max(sizes, default=0), BLOCK):
+        rows = slice(None) if min(sizes) > a else (lengths > a).nonzero()[:, 0]
+        yield slice(a, min(a + BLOCK, max(sizes))), rows
+
+
+def unit(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def log_sum(logits, dtype):
+    return torch.logsumexp(logits.to(dtype), -1)
+
+
+def check(x, others, cu_seqlens=None):
+    if x.dim() != 3 or not x.is_floating_point():
+        raise FastWeightError(f"x has shape {tuple(x.shape)} and dtype {x.dtype}; expected real features (B, T, D)")
+    for name, (value, shape) in others.items():
+        if value is not None and tuple(value.shape) != tuple(shape):
+            raise FastWeightError(f"{name} has shape {tuple(value.shape)}; expected {tuple(shape)}: one per token, x "
+                                  f"is {tuple(x.shape)}")  # fmt: skip
+    for name, wanted in (("labels", "integers"), ("tokens", "integers"), ("mask", "bool")):
+        value = others.get(name, (None,))[0]
+        if value is not None and (value.is_floating_point() or (value.dtype == torch.bool) != (wanted == "bool")):
+            raise FastWeightError(f"{name} has dtype {value.dtype}; expected {wanted}")
+    if cu_seqlens is not None:
+        if others["mask"][0] is not None:
+            raise FastWeightError("mask with cu_seqlens; expected one of them: packed texts have no padding")
+        ends = cu_seqlens.tolist()
+        if x.shape[0] != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != x.shape[1] or sorted(ends) != ends:
+            raise FastWeightError(f"cu_seqlens is {ends} for x {tuple(x.shape)}; expected offsets from 0 to "
+                                  f"{x.shape[1]} that never fall, of texts packed into one row")  # fmt: skip
