@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from fastweights.core import RULES, FastWeightError
 
 NORMALIZERS = ("batch", "sequence")
+WITHIN = ("held", "cumulative")
 STEPS = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
 
 
@@ -38,6 +39,9 @@ class FWLConfig:
     clip: float | None = None
     first_order: bool = False
     eps: float = 1e-6
+    refresh: int | None = None
+    within: str = "held"
+    log_steps: bool = False
 
     def __post_init__(self):
         for name in ("size", "vocab_size"):
@@ -57,10 +61,24 @@ class FWLConfig:
             raise FastWeightError(f"decay is {self.decay}; expected a number in (0, 1]: the share kept per token")
         if self.clip is not None and not self.clip > 0:
             raise FastWeightError(f"clip is {self.clip}; expected a positive length of a token's gradient")
+        if self.within not in WITHIN:
+            raise FastWeightError(f"within is {self.within!r}; expected one of {', '.join(map(repr, WITHIN))}")
+        if self.log_steps and not self.step_size > 0:
+            raise FastWeightError(f"step_size is {self.step_size}; expected above 0 for log_steps: it has a logarithm")
+        if self.refresh is not None and (isinstance(self.refresh, float) or self.refresh < 1):
+            raise FastWeightError(f"refresh is {self.refresh}; expected a whole number of tokens, at least 1, or None "
+                                  "for the published layer")  # fmt: skip
+        if self.refresh is not None and self.rule != "sum":
+            raise FastWeightError(f"rule is {self.rule!r} with refresh={self.refresh}; expected 'sum': gradients at "
+                                  "the current weights already correct what was learned")  # fmt: skip
 
     @property
     def hidden_width(self):
         return self.hidden or 4 * self.size
+
+    @property
+    def initial_step(self):
+        return math.log(self.step_size) if self.log_steps else self.step_size
 
     def shapes(self, inputs):
         """Shapes of all parameters, by the name they have in every framework; matrices are (in, out)."""
@@ -77,7 +95,7 @@ class FWLConfig:
         def fill(name, shape):
             if len(shape) == 2:
                 return rng.standard_normal(shape) / np.sqrt(shape[0])
-            return np.full(shape, dict(scale=1.0, steps=self.step_size).get(name, 0.0))
+            return np.full(shape, dict(scale=1.0, steps=self.initial_step).get(name, 0.0))
 
         return {name: fill(name, shape) for name, shape in self.shapes(inputs).items()}
 
@@ -148,7 +166,8 @@ def write(config, ops, p, x, slow, dn):
     if config.clip is not None:
         gradients = [_clipped(xp, g, config.clip) for g in gradients]
     g1, g2, gscale, gshift = gradients
-    step = dict(zip(STEPS, [p["steps"][i] for i in range(len(STEPS))], strict=True))
+    steps = xp.exp(p["steps"]) if config.log_steps else p["steps"]
+    step = dict(zip(STEPS, [steps[i] for i in range(len(STEPS))], strict=True))
     if config.shared_norm_step:
         step["shift"] = step["scale"]
     k1 = _with_one(ops, keys[0] * step["dense1"], step["bias1"] if config.fast_bias else 0.0)
@@ -324,6 +343,14 @@ def check_shapes(config, x, labels, weights, inputs=None):
 
 def check_state(config, state, sequences, inputs):
     """Raise unless the state is one of this block's, of as many sequences; shapes alone."""
+    if hasattr(state, "shares"):
+        raise FastWeightError(f"state is that of a stream with refresh={state.pending.shape[1]}; expected one of "
+                              "refresh=None: a stream goes on as it began")  # fmt: skip
+    check_shape_of_state(config, state, sequences, inputs)
+
+
+def check_shape_of_state(config, state, sequences, inputs):
+    """Raise unless what a state has learned has the shape of this block's weights; refresh or not."""
     got, expected = tuple(state[0].shape), (sequences, 1, inputs + 1, config.hidden_width)
     if got[1:] != expected[1:] or (got[0] != expected[0] and None not in (got[0], expected[0])):
         why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"

@@ -84,7 +84,7 @@ class FWLBlock(nn.Module):
     @property
     def config(self) -> fwl.FWLConfig:
         """What the block is, for every framework."""
-        return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig)})
+        return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig) if hasattr(self, f.name)})
 
     def __call__(self, x: Array, labels: Array, weights: Array) -> Array:
         """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""

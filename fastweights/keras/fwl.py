@@ -189,7 +189,9 @@ class FWLBlock(keras.layers.Layer):
         arguments = dict(inputs=self.inputs, bias=self.bias)
         if self.unembed is not None:
             arguments["unembed"] = keras.saving.serialize_keras_object(self.unembed)
-        return super().get_config() | asdict(self.config) | arguments
+        of_torch = ("refresh", "within", "log_steps")
+        layer = {name: value for name, value in asdict(self.config).items() if name not in of_torch}
+        return super().get_config() | layer | arguments
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FWLBlock":

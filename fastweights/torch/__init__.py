@@ -4,6 +4,7 @@ from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
 from fastweights.fwl import FWLOutput, FWLState
+from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
@@ -26,6 +27,7 @@ __all__ = [
     "GradientStatistics",
     "NeuralCache",
     "RNNState",
+    "RefreshState",
     "export_parameters",
     "fast_weight",
     "favor_projection",

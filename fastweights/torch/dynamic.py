@@ -249,7 +249,8 @@ class DynamicEvaluation:
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy (B, T) in nats of logits (B, T, V)."""
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
 
 def _detached(state):

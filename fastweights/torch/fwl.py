@@ -11,7 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from fastweights import core, fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.torch import fwl_loss
+from fastweights.refresh import check_state, labelled
+from fastweights.torch import fwl_loss, refresh
 from fastweights.torch.framework import OPS
 
 
@@ -41,6 +42,13 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         clip: largest length of a token's gradient at each layer.
         first_order: cut the second-order part of the training gradient (the steps still learn).
         eps: of the layer norm.
+        refresh: tokens after which gradients are taken at the weights as they have become: they then correct what was
+            learned, so that nothing need decay. None for the published layer, whose gradients are those of the
+            trained weights and add up.
+        within: how the tokens between two refreshes are answered: "held", with the weights as they were at the first
+            of them (dynamic evaluation of this block), or "cumulative", as the published layer does.
+        log_steps: the parameter `steps` holds the logarithms of the steps, which then stay positive, and the rate of
+            an optimiser is a share of them.
         unembed: (vocab_size, size) weight to share, such as `embedding.weight`; its own when absent.
         bias: whether the output embedding has a bias; when absent, only if it is the block's own.
     """
@@ -68,6 +76,9 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         clip: float | None = None,
         first_order: bool = False,
         eps: float = 1e-6,
+        refresh: int | None = None,
+        within: str = "held",
+        log_steps: bool = False,
         unembed: nn.Parameter | None = None,
         bias: bool | None = None,
         device: Any = None,
@@ -77,7 +88,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         self.config = fwl.FWLConfig(
             size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
             fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
-            first_order=first_order, eps=eps,
+            first_order=first_order, eps=eps, refresh=refresh, within=within, log_steps=log_steps,
         )  # fmt: skip
         if unembed is not None and tuple(unembed.shape) != (vocab_size, size):
             raise FastWeightError(f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "
@@ -110,52 +121,64 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         x: Tensor,
         labels: Tensor,
         weights: Tensor,
-        state: FWLState | None = None,
+        state: Any = None,
         *,
         previous_label: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         logits: bool = True,
+        slow: bool = True,
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document.
+        state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
         previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
             first, with weight 1. When absent, it is forgotten: give known labels their weight.
         cu_seqlens: documents packed into one row.
         logits: False leaves them None and holds a block of the vocabulary at a time.
+        slow: False leaves slow_loss None where a refreshed block does not need it.
         """
         self._know_inputs(x)
         labels = self._checked(x, labels, weights)
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is not None:
-            sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            fwl.check_state(self.config, state, sequences, self.dense1.shape[0])
+            self._check_state(state, sequences)
         if previous_label is not None:
             fwl.check_previous(self.config, previous_label, state)
             previous_label = self._in_vocabulary(previous_label, previous_label.new_ones(()))
-        return fwl.forward(
-            self.config, OPS, self._weights(), x, labels, weights, state, previous_label=previous_label,
-            cu_seqlens=cu_seqlens, logits=logits,
+        if self.config.refresh is None:
+            return fwl.forward(
+                self.config, OPS, self._weights(), x, labels, weights, state, previous_label=previous_label,
+                cu_seqlens=cu_seqlens, logits=logits,
+            )  # fmt: skip
+        fresh = state is None
+        state = self.init_state(sequences) if state is None else state
+        if previous_label is not None:
+            state = labelled(self.config, OPS, state, previous_label, torch.ones_like(previous_label))
+        return refresh.run(
+            self.config, OPS, self._weights(), x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens,
+            logits=logits, slow=slow,
         )  # fmt: skip
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The training loss, the weighted mean over tokens, without ever holding the logits.
 
-        For the sum rule without decay, clipping, packing or a gradient of the weights it is written by hand, forwards
-        and backwards (fwl_loss.py): twice as fast and half the memory of `run`, which serves everything else.
+        For the published layer without decay, clipping, packing or a gradient of the weights it is written by hand,
+        forwards and backwards (fwl_loss.py): twice as fast and half the memory of `run`, which serves everything else.
         """
         if cu_seqlens is None and self._plain(weights):
             self._know_inputs(x)
             labels = self._checked(x, labels, weights)
             share = weights / fwl.normalization(self.config, OPS, weights, None)
             return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share)
-        out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
+        out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)
         return (out.loss * weights).sum() / weights.sum().clamp(min=1e-8)
 
     def _plain(self, weights):
         """Whether fwl_loss.py, which is faster, has this case."""
         c = self.config
         transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        return (c.rule, c.decay, c.clip) == ("sum", None, None) and not weights.requires_grad and not transformed
+        plain = (c.rule, c.decay, c.clip, c.refresh) == ("sum", None, None, None)
+        return plain and not weights.requires_grad and not transformed
 
     def slow_logits(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""
@@ -163,7 +186,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         p = self._weights()
         return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
 
-    def init_state(self, batch: int) -> FWLState:
+    def init_state(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
         if self.has_uninitialized_params():
             raise FastWeightError(
@@ -171,14 +194,16 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             )
         c, like = self.config, self.scale
         inputs = self.dense1.shape[0]
+        if c.refresh is not None:
+            return refresh.init_state(c, inputs, batch, like)
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), zeros(inputs, dtype=like.dtype), zeros())  # fmt: skip
 
     def step(
-        self, x: Tensor, previous_label: Tensor | None, state: FWLState, weight: Tensor | None = None
-    ) -> tuple[Tensor, FWLState]:
+        self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """Logits (B, V) and the state for the next token x (B, D).
 
         previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
@@ -186,12 +211,27 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         if isinstance(self.config.normalizer, str):
             raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
                                   "a stream does not know how many tokens will follow")  # fmt: skip
-        fwl.check_state(self.config, state, x.shape[0], self.dense1.shape[0])
+        self._check_state(state, x.shape[0])
+        if self.config.refresh is not None:
+            return self._refreshed_step(x, previous_label, state, weight)
         if previous_label is None:
             previous_label = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
             weight = torch.zeros_like(state.waiting)
         weight = torch.ones_like(state.waiting) if weight is None else weight
         return fwl.step(self.config, OPS, self._weights(), x, previous_label, weight, state)
+
+    def _refreshed_step(self, x, previous_label, state, weight):
+        if previous_label is not None:
+            weight = torch.ones_like(previous_label) if weight is None else weight
+            state = labelled(self.config, OPS, state, previous_label, weight)
+        unknown = x.new_zeros(len(x), 1)
+        out = refresh.run(self.config, OPS, self._weights(), x[:, None], unknown.long(), unknown, state, fresh=False,
+                          slow=False, score=False)  # fmt: skip
+        return out.logits[:, 0], out.state
+
+    def _check_state(self, state, sequences):
+        check = fwl.check_state if self.config.refresh is None else check_state
+        check(self.config, state, sequences, self.dense1.shape[0])
 
     def _weights(self):
         p = dict(self.named_parameters(recurse=False))
@@ -218,7 +258,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"{c.size}, {c.vocab_size}, attn_chunks={c.attn_chunks}, normalizer={c.normalizer!r}, rule={c.rule!r}"
+        kind = f"rule={c.rule!r}" if c.refresh is None else f"refresh={c.refresh}, within={c.within!r}"
+        return f"{c.size}, {c.vocab_size}, attn_chunks={c.attn_chunks}, normalizer={c.normalizer!r}, {kind}"
 
 
 def make_labels(

@@ -192,22 +192,28 @@ def _blocks(like, n, width):
     return [(a, min(a + length, n)) for a in range(0, n, max(1, length))]
 
 
-def _flat(n: Tensor, E: Tensor, c: Tensor, labels: Tensor):
-    if torch.is_autocast_enabled(n.device.type):
-        n, E, c = (x.to(torch.get_autocast_dtype(n.device.type)) for x in (n, E, c))
-    return n.flatten(0, -2).contiguous(), *rows(E, c, n.dtype), labels.flatten()
+def scored(
+    n: Tensor, words: Tensor, c: Tensor, labels: Tensor, *, gradient: bool = True
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`head` for an output embedding that `rows` made ready; without the gradient at n when not asked for."""
+    flat = n.to(words.dtype).flatten(0, -2).contiguous()
+    with torch.autocast(n.device.type, enabled=False), torch.cuda.device_of(n):
+        loss, r, _ = Head.apply(flat, words, c, labels.flatten(), gradient)
+    return loss.view(labels.shape), r.view(n.shape) if gradient else None
+
+
+def _ready(n: Tensor, E: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    autocast = torch.is_autocast_enabled(n.device.type)
+    return rows(E, c, torch.get_autocast_dtype(n.device.type) if autocast else n.dtype)
 
 
 def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Loss (...) per token in float32 or wider and its gradient at n (..., size), for E (size, V) and labels (...)."""
-    arrays = _flat(n, E, c, labels)
-    with torch.autocast(n.device.type, enabled=False), torch.cuda.device_of(n):
-        loss, r, _ = Head.apply(*arrays, True)
-    return loss.view(labels.shape), r.view(n.shape)
+    loss, r = scored(n, *_ready(n, E, c), labels)
+    assert r is not None
+    return loss, r
 
 
 def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
     """Loss (...) per token."""
-    arrays = _flat(n, E, c, labels)
-    with torch.autocast(n.device.type, enabled=False), torch.cuda.device_of(n):
-        return Head.apply(*arrays, False)[0].view(labels.shape)
+    return scored(n, *_ready(n, E, c), labels, gradient=False)[0]

@@ -1,0 +1,196 @@
+"""Refreshed Fast Weight Layers in PyTorch, chunk after chunk (the mathematics is in fastweights/refresh.py).
+
+Sequences of one length that wait with as many tokens are read side by side as they are. Others are sorted by length
+and laid out from their last unfinished chunk on, so that a step of the loop reads one chunk of every sequence that is
+long enough, and nothing else.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastweights import fwl, refresh
+from fastweights.framework import Ops
+from fastweights.fwl import FWLConfig, FWLOutput
+from fastweights.refresh import RefreshState
+from fastweights.torch import head
+
+Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
+
+
+class Call(NamedTuple):
+    """One call of `refresh.chunk`: rows a to b, tokens c to d of each."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+    close: bool
+
+    @property
+    def size(self) -> int:
+        return (self.b - self.a) * (self.d - self.c)
+
+
+class Layout(NamedTuple):
+    """How sequences are read.  All arrays are NumPy's; None where sequences are alike.
+
+    lengths: tokens of each row, those that wait included, longest first.
+    order (N,): the sequence in each row.
+    source (N, L): where a row's tokens are among all new tokens, all waiting ones and one of padding.
+    target: where each new token is among the outputs of all calls.
+    rest (N, C): where the tokens are that wait afterwards, numbered as in source.
+    """
+
+    lengths: list[int]
+    calls: list[Call]
+    order: Any = None
+    source: Any = None
+    target: Any = None
+    rest: Any = None
+
+
+def plan(waiting: list[int], new: list[int], C: int, *, held: bool) -> Layout:
+    """The layout of sequences with so many waiting and new tokens each."""
+    alike = len(set(zip(waiting, new, strict=True))) <= 1
+    order = (
+        np.arange(len(new)) if alike else np.argsort([-w - n for w, n in zip(waiting, new, strict=True)], kind="stable")
+    )
+    lengths = [waiting[i] + new[i] for i in order]
+    olds = [waiting[i] for i in order]
+    calls = []
+    for at in range(0, max(lengths, default=0), C):
+        closing, active = (sum(n > m for n in lengths) for m in (at + C, at))
+        if active > closing:
+            first = max(at, min(olds[closing:active])) if held else at  # nothing is learned: old tokens do not matter
+            calls.append(Call(closing, active, first, max(lengths[closing:active]), False))
+        if closing:
+            calls.append(Call(0, closing, at, at + C, True))
+    calls = [c for c in calls if c.size]
+    if alike:
+        return Layout(lengths, calls)
+    total, width = sum(new), max(lengths)
+    starts = np.cumsum([0, *new])[order]
+    t, old, n = np.arange(width), np.array(olds)[:, None], np.array(lengths)[:, None]
+    source = np.where(t < old, total + order[:, None] * C + t, starts[:, None] + t - old)
+    padding = total + len(new) * C
+    source = np.where(t < n, source, padding)
+    target = np.zeros(total, np.int64)
+    for offset, call in zip(np.cumsum([0, *(c.size for c in calls)]), calls, strict=False):
+        here = source[call.a : call.b, call.c : call.d]
+        fresh = here < total
+        target[here[fresh]] = offset + np.arange(call.size).reshape(here.shape)[fresh]
+    begin = np.maximum(n - 1, 0) // C * C
+    at = begin + np.arange(C)
+    rest = np.where(at < n, np.take_along_axis(source, np.minimum(at, width - 1), 1), padding)
+    return Layout(lengths, calls, order, source, target, rest)
+
+
+def run(
+    config: FWLConfig, ops: Ops, p: dict[str, Tensor], x: Tensor, labels: Tensor, weights: Tensor,
+    state: RefreshState, *, fresh: bool, cu_seqlens: Tensor | None = None, logits: bool = True, slow: bool = True,
+    score: bool = True,
+) -> FWLOutput:  # fmt: skip
+    """As `FWLBlock.run`.  fresh: the state is that before the first token.  score: whether the loss is wanted."""
+    B, T = labels.shape
+    share = (weights / fwl.normalization(config, ops, weights, cu_seqlens)).to(state.shares.dtype)
+    waiting = [0] * len(state.waiting) if fresh else state.waiting.tolist()
+    new = [T] * B if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens.tolist())]
+    assert config.refresh is not None
+    layout = plan(waiting, new, config.refresh, held=config.within == "held")
+    ops = _with_words(ops, p, x)
+    tokens = _laid_out((x, labels, share), state, layout, waiting, new)
+    outputs, learned = _loop(config, ops, p, tokens, state[:3], layout, score)
+    loss = _gathered([loss for _, loss in outputs], layout, B, T) if score else None
+    fast = None
+    if logits:
+        fast = ops.matmul(_gathered([n for n, _ in outputs], layout, B, T), p["unembed"]) + p["unembed_bias"]
+    slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, None, None, labels) if slow else None
+    return FWLOutput(fast, loss, slow_loss, _state_after(config, tokens, (x, labels, share), state, learned, layout))
+
+
+def _with_words(ops, p, x):
+    """ops whose head and loss have the output embedding ready, once for all chunks."""
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    words, c = head.rows(p["unembed"], p["unembed_bias"], dtype)
+    return ops._replace(
+        head=lambda n, E, bias, labels: head.scored(n, words, c, labels),
+        loss=lambda n, E, bias, labels: head.scored(n, words, c, labels, gradient=False)[0],
+    )
+
+
+def _laid_out(tokens, state, layout, waiting, new) -> Sequences:
+    held = state.pending, state.labels, state.shares
+    if layout.source is None:
+        n = waiting[0] if waiting else 0
+        tokens = tuple(y.flatten(0, 1).unflatten(0, (len(new), -1)) for y in tokens)  # packed documents of one length
+        return (
+            tuple(torch.cat([h[:, :n].to(y.dtype), y], 1) for h, y in zip(held, tokens, strict=True)) if n else tokens
+        )
+    return tuple(_pick(y, h, layout.source) for y, h in zip(tokens, held, strict=True))
+
+
+def _pick(new, held, where):
+    """Tokens by their number: new ones, waiting ones, and 0 for padding."""
+    new, held = new.flatten(0, 1), held.flatten(0, 1).to(new.dtype)
+    return torch.cat([new, held, torch.zeros_like(held[:1])])[torch.from_numpy(where).to(new.device)]
+
+
+def _loop(config, ops, p, tokens, learned, layout, score):
+    """The features and losses of each call, and what each row has learned before its last chunk."""
+    if layout.order is not None:
+        at = torch.from_numpy(layout.order).to(tokens[0].device)
+        learned = tuple(S[at] for S in learned)
+    outputs, final = [], []
+    for call in layout.calls:
+        rows, part = slice(call.a, call.b), [y[call.a : call.b, call.c : call.d] for y in tokens]
+        before = tuple(S[rows] for S in learned)
+        n, loss, after = refresh.chunk(config, ops, p, before, *part, close=call.close, score=score)
+        outputs.append((n, loss))
+        if call.close:
+            if len(learned[0]) > call.b:  # rows that end in this chunk
+                final.append(tuple(S[call.b :] for S in learned))
+            learned = after
+    final.append(learned)
+    return outputs, tuple(torch.cat(parts[::-1]) if len(parts) > 1 else parts[0] for parts in zip(*final, strict=True))
+
+
+def _gathered(parts, layout, B, T):
+    """(B, T, ...): what the calls gave for the new tokens."""
+    if layout.target is not None:
+        flat = torch.cat([y.flatten(0, 1) for y in parts])
+        return flat[torch.from_numpy(layout.target).to(flat.device)].unflatten(0, (B, T))
+    y = torch.cat(parts, 1)
+    new = B * T // len(y)
+    return y[:, y.shape[1] - new :].reshape(B, T, *y.shape[2:])
+
+
+def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
+    C = config.refresh
+    held = state.pending, state.labels, state.shares
+    if layout.rest is None:
+        length = layout.lengths[0] if layout.lengths else 0
+        begin = max(length - 1, 0) // C * C
+        rest = [y[:, begin:] for y in tokens]
+        rest = [torch.cat([y, y.new_zeros(len(y), C - y.shape[1], *y.shape[2:])], 1) for y in rest]
+        count = torch.full_like(state.waiting, length - begin)
+    else:
+        at = torch.from_numpy(np.argsort(layout.order)).to(state.waiting.device)  # from rows back to sequences
+        rest = [_pick(y, h, layout.rest)[at] for y, h in zip(new, held, strict=True)]
+        counts = [n - max(n - 1, 0) // C * C for n in layout.lengths]
+        count, learned = torch.tensor(counts, device=at.device)[at], tuple(S[at] for S in learned)
+    pending, labels, shares = (y.to(h.dtype) for y, h in zip(rest, held, strict=True))
+    return RefreshState(learned[0], learned[1], learned[2], pending, labels, shares, count)
+
+
+def init_state(config: FWLConfig, inputs: int, batch: int, like: Tensor) -> RefreshState:
+    """The state before the first token, on the device of `like`, a parameter."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    C, F, size = config.refresh, config.hidden_width, config.size
+    zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
+    return RefreshState(zeros(1, inputs + 1, F), zeros(1, F + 1, size), zeros(1, 1, 2 * size),
+                        zeros(C, inputs, dtype=like.dtype), zeros(C, dtype=torch.long), zeros(C),
+                        zeros(dtype=torch.long))  # fmt: skip
