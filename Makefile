@@ -26,7 +26,7 @@ check: $(VENV)/.installed
 	$(BIN)/python -m pytest -q tests/test_docs.py -k imports
 
 bench: $(VENV)/.installed
-	$(BIN)/fastweights bench
+	$(BIN)/fastweights bench memory
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

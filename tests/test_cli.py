@@ -2,20 +2,24 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import fastweights
 from fastweights import cli
 from fastweights.bench import peers
 from fastweights.bench.case import Case, Contestant, our_method
-from fastweights.cli import bench as bench_cli
+from fastweights.cli import options
 from fastweights.core import FastWeightError
 
 ROOT = Path(fastweights.__file__).parents[1]
+PROGRAM = typer.main.get_command(cli.app)
 HEAVY = ("numpy", "torch", "jax", "keras", "tensorflow", "transformers")
 
 
@@ -51,11 +55,86 @@ def test_help_lists_the_commands(run):
         assert command in out
 
 
-@pytest.mark.parametrize("command", [["bench"], ["bench", "memory"], ["info"]])
-def test_every_command_teaches_with_an_example(run, command):
-    code, out, _ = run(*command, "--help")
+def test_alone_it_says_what_to_do_next(run, monkeypatch):
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert "fastweights train runs/first" in out
+    assert "not installed" not in out
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert "PyTorch is not installed, which most commands need: pip install 'fastweights[lm]'" in run()[1]
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *cli.GROUPS])
+def test_every_help_ends_with_an_example(run, command):
+    code, out, _ = run(*command.split(), "--help")
     assert code == 0
-    assert f"For example: fastweights {command[0]}" in out
+    assert out.strip().splitlines()[-1].strip().startswith(f"For example: fastweights {command}")
+
+
+def leaves(command, words=()):
+    """(words, click command) of every command that does something."""
+    if hasattr(command, "commands"):
+        for name, child in command.commands.items():
+            yield from leaves(child, (*words, name))
+    else:
+        yield " ".join(words), command
+
+
+def test_every_command_is_in_the_table_once():
+    assert sorted(words for words, _ in leaves(PROGRAM)) == sorted(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_options_stands_alone(command):
+    """Every option says what it is about, as a sentence; "Its width" and "Of matrices" do not."""
+    for option in dict(leaves(PROGRAM))[command].params:
+        text = getattr(option, "help", None)
+        assert text, f"{command} {option.name}"
+        assert text[0].isupper(), text
+        assert not re.match(r"(Its?|Their|Of|The same|This|Them)\b", text), text
+
+
+def parse(line):
+    """Parse a command line as the program would, without running it."""
+    command, arguments = PROGRAM, shlex.split(line, comments=True)[1:]
+    context = command.make_context("fastweights", list(arguments), resilient_parsing=not arguments)
+    while hasattr(command, "commands") and (rest := [*context._protected_args, *context.args]):
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, list(rest), parent=context)
+
+
+def documented():
+    """Command lines in the documents' code blocks and in the help."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "Makefile"):
+        for line in path.read_text().splitlines():
+            if found := re.match(r"(?:    |\t\$\(BIN\)/)(fastweights .*)", line):
+                yield found[1]
+            yield from re.findall(r"`(fastweights [a-z]+ [^`]*-[^`]*)`", line)
+    for function in cli.COMMANDS.values():
+        yield from re.findall(r"`(fastweights [^`]+)`", function.__doc__.rpartition("For example:")[2])
+
+
+@pytest.mark.parametrize("line", sorted(set(documented())))
+def test_documented_commands_are_understood(line):
+    parse(line.partition(" > ")[0])
+
+
+def test_the_check_of_documents_can_fail():
+    with pytest.raises(Exception, match="No such option: --hf"):
+        parse("fastweights eval --hf SmolLM2.gguf book.txt")
+    assert len(set(documented())) > 20
+
+
+def test_the_shell_completes_commands_and_options():
+    def complete(line):
+        words = {"_FASTWEIGHTS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        arguments = [sys.executable, "-m", "fastweights"]
+        done = subprocess.run(arguments, cwd=ROOT, env=os.environ | words, capture_output=True, text=True, check=False)
+        return done.stdout.split()
+
+    assert complete("fastweights gen") == ["generate"]
+    assert complete("fastweights hf e") == ["eval", "export"]
+    assert complete("fastweights read --dev") == ["--device"]
 
 
 def test_version(run):
@@ -84,7 +163,7 @@ def test_info_as_json(run):
 
 
 def test_info_as_text_without_torch(run, monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli.info, "find_spec", lambda name: None)
     code, out, _ = run("info")
     assert code == 0
     assert "fastweights" in out
@@ -92,10 +171,10 @@ def test_info_as_text_without_torch(run, monkeypatch):
 
 
 def test_bench_without_torch_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(bench_cli, "find_spec", lambda name: None)
-    code, out, err = run("bench", "--smoke")
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    code, out, err = run("bench", "memory", "--smoke")
     assert (code, out) == (2, "")
-    assert err == "Error: bench needs PyTorch, which is not installed; pip install 'fastweights[torch]'\n"
+    assert err == "Error: bench memory needs PyTorch, which is not installed; pip install 'fastweights[torch]'\n"
 
 
 @pytest.mark.parametrize(
@@ -104,14 +183,13 @@ def test_bench_without_torch_says_what_to_install(run, monkeypatch):
         (["--shape", "1,2"], "--shape is '1,2'; expected B,T,H,K"),
         (["--method", "magic"], "--method is 'magic'; expected one of recurrent, chunked"),
         (["--peer", "nobody"], "--peer is 'nobody'; expected one of"),
-        (["--length-scaling", "--softmax"], "drop --shape, --softmax, --features and --norm"),
         (["--features", "dpfp"], "features is 'dpfp'; expected"),
         (["--json", "/dev/null/x.json"], "cannot write to /dev/null"),
     ],
 )
 def test_mistakes_are_one_line(run, alone, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run("bench", "--smoke", *arguments)
+    code, out, err = run("bench", "memory", "--smoke", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("Error: ")
     assert message in err
@@ -138,7 +216,7 @@ def test_our_errors_are_caught_wherever_they_are_raised(run, monkeypatch):
 def test_bench_smoke_prints_tables_and_writes_json(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(peers, "PEERS", tuple(peer for peer in peers.PEERS if peer.name == "fast-transformers"))
-    code, out, err = run("bench", "--smoke")
+    code, out, err = run("bench", "memory", "--smoke")
     assert code == 0, err
     assert "delta rule, float32 on cpu" in out
     assert "chunked (auto)" in out
@@ -150,7 +228,15 @@ def test_bench_smoke_prints_tables_and_writes_json(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("which", "key"), [("layers", "layers"), ("fwl", "fwl"), ("lm", "lm"), ("decode", "decode"), ("lab", "lab")]
+    ("which", "key"),
+    [
+        ("lengths", "length scaling"),
+        ("layers", "layers"),
+        ("fwl", "fwl"),
+        ("lm", "lm"),
+        ("decode", "decode"),
+        ("lab", "lab"),
+    ],
 )
 def test_other_benches_print_tables_and_write_json(run, tmp_path, which, key):
     path = tmp_path / "numbers.json"

@@ -2,10 +2,14 @@
 
 import json
 import sys
+from dataclasses import fields
+from inspect import signature
+from typing import get_args
 
 import pytest
 
 from fastweights import cli
+from fastweights.models.config import Config
 
 TEXT = b"The quick brown fox jumps over the lazy dog, and %d other animals look on.\n"
 TINY = ["--dim", "16", "--heads", "2", "--depth", "1", "--length", "16", "--batch", "2", "--warmup", "2"]
@@ -48,14 +52,12 @@ def trained(run, place):
     return "trained"
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "read"])
-def test_every_command_teaches_with_an_example(run, command):
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    assert f"For example: fastweights {command}" in out
-
-
-def test_flags_are_the_fields_of_the_configuration(run):
+def test_the_options_of_train_are_the_fields_of_the_configuration(run):
+    own = {"ctx", "run", "preset", "resume"}
+    options = signature(cli.COMMANDS["train"]).parameters
+    assert set(options) - own == {f.name for f in fields(Config)}
+    for f in fields(Config):
+        assert get_args(options[f.name].annotation)[0] == f.type | None, f.name
     _, out, _ = run("train", "--help")
     assert "--weight-decay" in out
     assert "[default: 0.1]" in out
@@ -117,6 +119,7 @@ def test_a_resumed_run_takes_no_changes(run, trained):
     (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, hf:NAME or an"),
     (["train", "new", "--data", "texts", "--layers", "gpt*2"], "layers is 'gpt*2'; expected names"),
     (["train", "new", "--data", "texts", "--batch", "5000"], "expected at least 1280001: a batch is 5000 rows"),
+    (["train", "new", "--layers", "delta*2", "--depth", "3"], "--layers with --model or --depth; expected one"),
     (["train", "trained"], "run trained exists; expected a new folder, or --resume"),
     (["eval", "nowhere"], "run nowhere does not exist"),
     (["eval", "trained", "missing.txt"], "cannot read missing.txt: No such file or directory"),

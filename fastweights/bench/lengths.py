@@ -1,4 +1,4 @@
-"""`fastweights bench --length-scaling`: what twice as many tokens cost, in time and in memory."""
+"""`fastweights bench lengths`: what twice as many tokens cost, in time and in memory."""
 
 import ctypes
 import multiprocessing

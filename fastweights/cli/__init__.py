@@ -1,30 +1,60 @@
-"""The program `fastweights`. A command is a function here: its arguments are the flags, its docstring is the help.
+"""The program `fastweights`: one table of commands.
 
-Frameworks are imported inside the commands, so that `fastweights --help` answers at once.
+A command is a function: its arguments are the flags, its docstring is the help. Frameworks are imported inside the
+functions, so that `fastweights --help` answers at once.
 """
 
-import json as jsonlib
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Annotated, NoReturn
+from inspect import getdoc
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.cli.bench import bench as bench_group
-from fastweights.cli.huggingface import COMMANDS as hf_commands
-from fastweights.cli.language_model import COMMANDS as lm_commands
-from fastweights.cli.reproduce import COMMANDS as lab_commands
+from fastweights.cli import bench, huggingface, info, language_model, reproduce
 from fastweights.core import FastWeightError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": language_model.train,
+    "eval": language_model.evaluate,
+    "generate": language_model.generate,
+    "read": language_model.read,
+    "hf eval": huggingface.evaluate,
+    "hf adapt": huggingface.adapt,
+    "hf export": huggingface.export,
+    "reproduce": reproduce.reproduce,
+    "bench memory": bench.memory,
+    "bench lengths": bench.lengths,
+    "bench layers": bench.layers,
+    "bench fwl": bench.fwl,
+    "bench lm": bench.lm,
+    "bench decode": bench.decode,
+    "bench lab": bench.lab,
+    "info": info.info,
+}
+
+GROUPS = {
+    "hf": huggingface.__doc__,
+    "bench": bench.__doc__,
+}
+
+NEXT = """\
+fastweights {version}: memories that a network writes while it reads.
+
+What to do next:
+  fastweights train runs/first             train a language model here, in minutes, without any download
+  fastweights eval runs/first              score text it has not seen, with and without memory
+  fastweights generate runs/first          write text with it
+  fastweights hf eval MODEL FILE           score a text with a Hugging Face model, and let it learn as it reads
+  fastweights reproduce                    list the papers' figures and tables that can be run again
+  fastweights bench memory --smoke         time this library on this machine
+  fastweights info                         say what is installed here
+
+`fastweights --help` lists all commands, `fastweights train --help` the options of one, and
+`fastweights --install-completion` lets the Tab key complete them."""
 
 
 def main() -> None:
@@ -58,65 +88,40 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def fastweights_(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+def start(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version of fastweights.")
+    ] = False,
 ) -> None:
     """Memories that a network writes while it reads.
 
-    For example: `fastweights info`, then `fastweights bench --smoke`.
+    For example: `fastweights train runs/first`, then `fastweights eval runs/first`
     """
+    if ctx.invoked_subcommand is None:
+        print(NEXT.format(version=fastweights.__version__))
+        if not find_spec("torch"):
+            print("\nPyTorch is not installed, which most commands need: pip install 'fastweights[lm]'")
 
 
-@app.command()
-def info(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Say what is installed here and what "auto" chooses.
-
-    For example: `fastweights info --json > info.json`
-    """
-    from rich.table import Table
-
-    from fastweights.bench import machine
-
-    found: dict[str, object] = {
-        "versions": machine.versions(),
-        "cpu": machine.cpu(),
-        "cores": machine.cores(),
-        "gpu": [],
-        "auto": {},
-    }
-    if find_spec("torch"):
-        found["gpu"], found["auto"] = machine.gpus(), _choices()
-    if json:
-        print(jsonlib.dumps(found, indent=1))
-        return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in found.items():
-        for part, text in (value if isinstance(value, dict) else {"": value}).items():
-            label = f"{name}: {part}" if name == "auto" else part or name
-            table.add_row(label, ", ".join(text) or "none" if isinstance(text, list) else str(text or "not installed"))
-    Console().print(table)
+def _help(text: str | None) -> dict[str, Any]:
+    """A docstring as help and, in its last place, the example."""
+    assert text is not None
+    text, _, example = text.strip().rpartition("\n\nFor example: ")
+    return dict(help=text, epilog=f"For example: {example}")
 
 
-def _choices() -> dict[str, str]:
-    """The method "auto" stands for in PyTorch, per device and length."""
-    import torch
-
-    from fastweights.bench.case import Case, auto
-
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    lengths = {"one token": 1, "a sequence": 2048}
-    return {
-        f"{what}, {device}": auto(Case("delta", (1, T, 4, 64, 64), device))
-        for device in devices
-        for what, T in lengths.items()
-    }
+def _build() -> typer.Typer:
+    how: dict[str, Any] = dict(rich_markup_mode="markdown", context_settings={"help_option_names": ["-h", "--help"]})
+    app = typer.Typer(pretty_exceptions_enable=False, **how)
+    app.callback(invoke_without_command=True, **_help(getdoc(start)))(start)
+    groups = {name: typer.Typer(no_args_is_help=True, **how) for name in GROUPS}
+    for words, function in COMMANDS.items():
+        *group, name = words.split()
+        (groups[group[0]] if group else app).command(name, **_help(getdoc(function)))(function)
+    for name, group_app in groups.items():
+        app.add_typer(group_app, name=name, **_help(GROUPS[name]))
+    return app
 
 
-app.add_typer(bench_group, name="bench")
-for _name, _command in (lm_commands | hf_commands | lab_commands).items():
-    app.command(_name)(_command)
+app = _build()

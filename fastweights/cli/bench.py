@@ -1,16 +1,20 @@
-"""The commands under `fastweights bench`: their flags and help. Light to import."""
+"""Time this library against the others, after checking that all compute the same.
+
+All numbers go to `benchmarks/<machine>-<commit>.json`, or where `--json` says.
+
+For example: `fastweights bench memory --shape 1,2048,4,64 --rule delta`
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
+from fastweights.cli.options import need, say
 from fastweights.core import FastWeightError
 
 
@@ -29,40 +33,31 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-On = Annotated[Device, typer.Option(help="Where to run.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="Samples; 10 when absent.")]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Tiny sizes and 2 samples: does it run?")]
+On = Annotated[Device, typer.Option(help="Device to time on.")]
+Repeats = Annotated[int | None, typer.Option(min=1, help="Samples per contestant; 10 when absent.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Take tiny sizes and 2 samples, to see whether it runs.")]
 Json = Annotated[
-    Path | None, typer.Option(dir_okay=False, writable=True, help="Where to write all numbers.", show_default=False)
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        writable=True,
+        help="JSON file for all numbers; one in benchmarks/ when absent.",
+        show_default=False,
+    ),
 ]
-
-
-class _DefaultsToMemory(TyperGroup):
-    """`bench --flags` is `bench memory --flags`."""
-
-    def parse_args(self, ctx, args):
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            args = ["memory", *args]
-        return super().parse_args(ctx, args)
-
-
-bench = typer.Typer(cls=_DefaultsToMemory)
-
-
-@bench.callback()
-def bench_() -> None:
-    """Time this library against the others, after checking that all compute the same.
-
-    `fastweights bench` alone is `fastweights bench memory`; its flags: `fastweights bench memory --help`.
-
-    For example: `fastweights bench --shape 1,2048,4,64 --rule delta`
-    """
+Rules = Annotated[Rule | None, typer.Option(help="Rule of the memory to time; both when absent.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(help="Method of ours to time; repeatable. All but the loop over tokens when absent."),
+]
+Inputs = Annotated[
+    Dtype | None, typer.Option(help="Dtype of the inputs; float32 on a CPU and bfloat16 on a GPU when absent.")
+]
 
 
 def _start(command: str, device: str, name: str, smoke: bool, json: Path | None) -> Path:
     """Where the numbers will go, once everything that could stop the work has been checked."""
-    if not find_spec("torch"):
-        raise FastWeightError(f"{command} needs PyTorch, which is not installed; pip install 'fastweights[torch]'")
+    need(command, "torch", "torch")
     import torch
 
     from fastweights.bench import report
@@ -95,64 +90,44 @@ def _write(path: Path, payload: dict[str, Any]) -> None:
     from fastweights.bench import report
 
     report.write(path, payload)
-    Console().print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
+    say(f"Written to {path}")
 
 
-@bench.command()
 def memory(
-    shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape to time; repeatable.")] = None,
-    rule: Annotated[Rule | None, typer.Option(help="Both when absent.")] = None,
-    features: Annotated[
-        str, typer.Option(help="Map queries and keys of every shape first, such as dpfp-3; all in the clock.")
-    ] = "identity",
-    norm: Annotated[str, typer.Option(help="Of the features: none, sum or l2.")] = "none",
-    method: Annotated[
-        list[str] | None, typer.Option(help="Our method to time; repeatable. All but the loop over tokens when absent.")
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Shape of the inputs to time; repeatable.")
     ] = None,
+    rule: Rules = None,
+    features: Annotated[
+        str, typer.Option(help="Feature map of queries and keys, such as dpfp-3, within the time.")
+    ] = "identity",
+    norm: Annotated[str, typer.Option(help="Norm of the features: none, sum or l2.")] = "none",
+    method: Methods = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="A peer to time, such as FLA; repeatable. All installed when absent.")
+        list[str] | None, typer.Option(help="Peer to time, such as FLA; repeatable. All installed when absent.")
     ] = None,
     device: On = Device.cpu,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the inputs; float32 on the CPU and bfloat16 on a GPU when absent.")
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Samples per contestant; 20 when absent (5 with --length-scaling).")
-    ] = None,
+    dtype: Inputs = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per contestant; 20 when absent.")] = None,
     softmax: Annotated[bool, typer.Option("--softmax", help="Time causal softmax attention too.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes and 2 samples: does it run?")] = False,
-    length_scaling: Annotated[
-        bool, typer.Option("--length-scaling", help="Instead: time and memory at (1, T, 4, 64) as T doubles.")
-    ] = False,
+    smoke: Smoke = False,
     json: Json = None,
 ) -> None:
     """Time the memory, forward and forward+backward.
 
     Contestants take turns. Outputs, states and gradients are first compared with float64; when one deviates, nothing
-    is reported and the exit code is 1. All numbers go to `benchmarks/<machine>-<commit>.json`.
+    is reported and the exit code is 1.
 
     For example: `fastweights bench memory --rule sum --softmax --repeats 50`
     """
-    path = _start("bench", device, "lengths" * length_scaling, smoke, json)
-    from fastweights.bench import lengths, report
+    path = _start("bench memory", device, "", smoke, json)
     from fastweights.bench import memory as bench_memory
+    from fastweights.bench import report
     from fastweights.bench.case import parse_shape
 
-    if length_scaling and (shape or softmax or (features, norm) != ("identity", "none")):
-        raise FastWeightError("--length-scaling has shapes and contestants of its own; drop --shape, --softmax, "
-                              "--features and --norm")  # fmt: skip
-    dtype = dtype or (Dtype.bfloat16 if device == Device.cuda else Dtype.float32)
-    rules = [rule.value] if rule else [r.value for r in Rule]
-    if length_scaling:
-        asked = lengths.cases(lengths.SMOKE if smoke else lengths.LENGTHS, rules, method or ["auto"], device, dtype)
-        with _agreeing(lengths.STEPS * len(asked)) as advance:
-            scalings = [lengths.run(*a, repeats=repeats or (2 if smoke else 5), advance=advance) for a in asked]
-        report.show_lengths(scalings, Console())
-        _write(path, report.payload(device, scalings=scalings))
-        return
     shapes = [parse_shape(text) for text in shape or ()]
     shapes = shapes or list(bench_memory.SMOKE if smoke else bench_memory.SHAPES[device])
-    cases = bench_memory.cases(shapes, rules, device, dtype, features, norm)
+    cases = bench_memory.cases(shapes, _rules(rule), device, _dtype(dtype, device), features, norm)
     with _agreeing(bench_memory.STEPS * len(cases)) as advance:
         results = bench_memory.run(
             cases,
@@ -166,10 +141,47 @@ def memory(
     _write(path, report.payload(device, results))
 
 
-@bench.command()
+def lengths(
+    rule: Rules = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Method of ours to time; repeatable. The automatic one when absent.")
+    ] = None,
+    device: On = Device.cpu,
+    dtype: Inputs = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per length; 5 when absent.")] = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Measure time and space of the memory at (1, T, 4, 64) as T doubles, forward+backward.
+
+    For example: `fastweights bench lengths --rule delta --repeats 3`
+    """
+    path = _start("bench lengths", device, "lengths", smoke, json)
+    from fastweights.bench import lengths as bench_lengths
+    from fastweights.bench import report
+
+    sizes = bench_lengths.SMOKE if smoke else bench_lengths.LENGTHS
+    asked = bench_lengths.cases(sizes, _rules(rule), method or ["auto"], device, _dtype(dtype, device))
+    with _agreeing(bench_lengths.STEPS * len(asked)) as advance:
+        samples = repeats or (2 if smoke else 5)
+        scalings = [bench_lengths.run(*case, repeats=samples, advance=advance) for case in asked]
+    report.show_lengths(scalings, Console())
+    _write(path, report.payload(device, scalings=scalings))
+
+
+def _rules(rule: Rule | None) -> list[str]:
+    return [rule.value] if rule else [r.value for r in Rule]
+
+
+def _dtype(dtype: Dtype | None, device: Device) -> Dtype:
+    return dtype or (Dtype.bfloat16 if device == Device.cuda else Dtype.float32)
+
+
 def layers(
-    name: Annotated[list[str] | None, typer.Option(help="A preset, or 'default'; repeatable. All when absent.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Samples; 20 when absent.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Layer to time: a preset, or 'default'; repeatable. All when absent.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per layer; 20 when absent.")] = None,
     smoke: Smoke = False,
     json: Json = None,
 ) -> None:
@@ -192,7 +204,6 @@ def layers(
     _write(path, report.payload("cpu") | {"layers": bench_layers.payload(results, sizes)})
 
 
-@bench.command()
 def fwl(device: On = Device.cpu, repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
     """Time a Fast Weight Layer: on a CPU a training step with and without it, on a GPU the block alone.
 
@@ -210,13 +221,12 @@ def fwl(device: On = Device.cpu, repeats: Repeats = None, smoke: Smoke = False, 
     _write(path, report.payload(device) | {"fwl": bench_fwl.payload(results)})
 
 
-@bench.command()
 def lm(
     device: On = Device.cpu,
     repeats: Repeats = None,
     smoke: Smoke = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Where to draw time against length; beside the numbers when absent.")
+        Path | None, typer.Option(help="Picture of time against length; beside the numbers when absent.")
     ] = None,
     json: Json = None,
 ) -> None:
@@ -253,11 +263,10 @@ def lm(
     bench_lm.show(trainings, readings, Console())
     picture = picture or path.with_suffix(".png")
     if bench_lm.plot(readings, picture):
-        Console().print(f"Drawn in {picture}", highlight=False, markup=False, soft_wrap=True)
+        say(f"Drawn in {picture}")
     _write(path, report.payload(device) | {"lm": bench_lm.payload(trainings, readings)})
 
 
-@bench.command()
 def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> None:
     """Count the tokens per second of a model of 16 blocks that writes many texts at once, on a GPU also as a graph.
 
@@ -276,7 +285,6 @@ def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> 
     _write(path, report.payload(device) | {"decode": bench_decode.payload(results, config)})
 
 
-@bench.command()
 def lab(repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
     """Time training steps of the overwriting experiment beside the published algorithm, a loop over tokens.
 

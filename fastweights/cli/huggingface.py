@@ -1,138 +1,233 @@
-"""The commands export, adapt and eval: their flags and help. Light to import, as fastweights/hf itself is not."""
+"""Score, adapt and exchange models of Hugging Face.
 
-from importlib.util import find_spec
-from inspect import Parameter, Signature, signature
+MODEL is a folder that `transformers` loads, or a GGUF file; nothing is downloaded.
+
+For example: `fastweights hf eval SmolLM2.gguf book.txt`
+"""
+
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.language_model import COMMANDS as lm_commands
-from fastweights.cli.language_model import On
+from fastweights.cli.options import Device, On, need, say
 from fastweights.core import FastWeightError
 
-HF_LR = {"sgd": 3e-2, "rms": 1e-5}  # rates of dynamic evaluation without and with statistics
+LR = {"sgd": 3e-2, "rms": 1e-5}  # learning rates of dynamic evaluation, without and with statistics
 
-
-def _commands(name: str) -> Any:
-    for package, extra in (("torch", "PyTorch"), ("transformers", "transformers")):
-        if not find_spec(package):
-            raise FastWeightError(f"{name} needs {extra}, which is not installed; pip install 'fastweights[hf]'")
-    from fastweights.hf import commands
-
-    return commands
-
-
-def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a trained run.", show_default=False)],
-    folder: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
-    last: Annotated[bool, typer.Option("--last", help="The last weights, not the best.")] = False,
-) -> None:
-    """Write a run as a Hugging Face folder: weights, configuration and tokenizer.
-
-    `import fastweights.hf` lets `AutoModelForCausalLM.from_pretrained` load it.
-
-    For example: `fastweights export runs/first exported`
-    """
-    _commands("export").export_run(run, folder, last=last)
-
-
-Model = Annotated[Path, typer.Argument(help="Hugging Face folder, or a GGUF file.", show_default=False)]
+Model = Annotated[
+    Path, typer.Argument(help="Folder of a Hugging Face model, or a GGUF file.", metavar="MODEL", show_default=False)
+]
 Window = Annotated[int, typer.Option(min=2, help="Tokens that the model sees at once.")]
 
 
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that `fastweights train` made.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder to make for the exported model.", show_default=False)],
+    last: Annotated[bool, typer.Option("--last", help="Export the last weights instead of the best.")] = False,
+) -> None:
+    """Write a run of `fastweights train` as a Hugging Face folder: weights, configuration and tokenizer.
+
+    `import fastweights.hf` lets `AutoModelForCausalLM.from_pretrained` load it.
+
+    For example: `fastweights hf export runs/first exported`
+    """
+    need("hf export", "hf", "torch", "transformers")
+    from fastweights.hf.export import export as export_run
+
+    model = export_run(run, folder, last=last)
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"{folder}: {parameters:,} parameters. Load with: import fastweights.hf; "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
+
+
 def adapt(
+    ctx: typer.Context,
     model: Model,
-    data: Annotated[str, typer.Option(help="Documents to train on: stdlib, a file, a folder, or hf:NAME[:CONFIG].")],
+    data: Annotated[
+        str,
+        typer.Option(help="Documents to train on: stdlib, a file, a folder, or hf:NAME[:CONFIG].", show_default=False),
+    ] = "",
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Folder for the head; MODEL.head when absent.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the training in OUT where it stopped, as it began.")
+    ] = False,
     size: Annotated[int, typer.Option(help="Hidden width of the head; 0 for the model's own width.")] = 0,
-    mode: Annotated[str, typer.Option(help="residual, which starts as nothing, or between.")] = "residual",
-    decay: Annotated[float, typer.Option(help="Share of what was learned that is kept per token.")] = 0.999,
+    mode: Annotated[
+        str, typer.Option(help="Place of the head: residual, which starts as nothing, or between.")
+    ] = "residual",
+    decay: Annotated[float, typer.Option(help="Share of what the head has learned that it keeps per token.")] = 0.999,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = 400,
     batch: Annotated[int, typer.Option(min=1, help="Documents read side by side.")] = 4,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each per step, the span of backpropagation.")] = 1024,
+    length: Annotated[
+        int, typer.Option(min=2, help="Tokens of each document per step, the span of backpropagation.")
+    ] = 1024,
     window: Window = 1024,
-    stride: Annotated[int, typer.Option(min=1, help="Tokens between two windows.")] = 512,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of weights and order of documents.")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with OUT where it stopped.")] = False,
-    device: On = "auto",
+    stride: Annotated[int, typer.Option(min=1, help="Tokens between the starts of two windows.")] = 512,
+    lr: Annotated[float, typer.Option(help="Learning rate of the head's matrices.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of the head's weights and of the order of documents.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
+    device: On = Device.auto,
 ) -> None:
     """Train a Fast Weight Layer for a frozen model, and save this small part alone.
 
-    The head learns how to learn from a document while the model reads it. `fastweights eval --hf` and
+    The head learns how to learn from a document while the model reads it. `fastweights hf eval --head` and
     `fastweights.hf.load_attached` use it.
 
-    For example: `fastweights adapt SmolLM2.gguf --data books/ -o books.head --steps 1000`
+    For example: `fastweights hf adapt SmolLM2.gguf --data books/ -o books.head`
     """
-    commands = _commands("adapt")
-    from fastweights.hf.head_training import Adapting
+    need("hf adapt", "hf", "torch", "transformers")
+    import numpy as np
+    import torch
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    how = Adapting(steps=steps, batch=batch, length=length, window=window, stride=stride, lr=lr, seed=seed)
-    commands.adapt(model, data, out or model.with_name(model.name + ".head"), how, size=size, mode=mode, decay=decay,
-                   save_every=save_every, resume=resume, device=device)  # fmt: skip
+    from fastweights.hf import head_checkpoints
+    from fastweights.hf.attach import attach, attached, load_attached
+    from fastweights.hf.head_training import Adapting, HeadTrainer
+    from fastweights.hf.loading import load_model, read_corpus, row_of
+
+    out = out or model.with_name(model.name + ".head")
+    if resume:
+        free = {"model", "out", "resume", "save_every", "device"}
+        _refuse_changes(ctx, free)
+        about = head_checkpoints.read_progress(out)
+        how, data = Adapting(**about["how"]), about["data"]
+    else:
+        if not data:
+            raise FastWeightError("--data is missing; expected stdlib, a file, a folder, or hf:NAME[:CONFIG]")
+        head_checkpoints.check_new(out)
+        how = Adapting(steps=steps, batch=batch, length=length, window=window, stride=stride, lr=lr, seed=seed)
+        about = dict(data=data, step=0, history=[])
+    body, tokenizer = load_model(model, device=device)
+    if resume:
+        load_attached(body, out)
+    else:
+        torch.manual_seed(how.seed)
+        attach(body, size or None, mode=mode, decay=decay)
+    documents = [row_of(tokenizer, text)[0].numpy() for text in read_corpus(tokenizer, data)]
+    trainer = HeadTrainer(body, documents, how)
+    if resume:
+        head_checkpoints.restore(trainer, out, about)
+    tokens = sum(map(len, documents))
+    new = sum(p.numel() for p in attached(body).parameters())
+    say(f"{out}: a head of {new:,} parameters for {model}; {len(documents):,} documents, {tokens:,} tokens")
+    console = Console()
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training", total=how.steps, completed=trainer.at)
+        recent: list[tuple[float, float]] = []
+        while trainer.at < how.steps:
+            recent.append(trainer.step())
+            if not all(np.isfinite(recent[-1])):
+                raise FastWeightError(
+                    f"the loss is {recent[-1][0]} at step {trainer.at}; expected a number: lower --lr"
+                )
+            loss, without = np.mean(recent[-20:], 0)
+            text = f"loss {loss:.3f}  without the head {without:.3f}"
+            progress.update(task, completed=trainer.at, description=text)
+            if trainer.at % save_every == 0 or trainer.at == how.steps:
+                about["history"].append(dict(step=trainer.at, loss=float(loss), without=float(without)))
+                head_checkpoints.save(trainer, out, about)
+                console.print(f"step {trainer.at:>6}   {text}", highlight=False)
+    say(f"Next: fastweights hf eval {model} FILES --head {out} --window {how.window}")
+
+
+def _refuse_changes(ctx: typer.Context, free: set[str]) -> None:
+    """Refuse options that were given although the training goes on as it began."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params if name not in free}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise FastWeightError(f"--resume with {', '.join(given)}; expected no changes: a training goes on as it began")
 
 
 def evaluate(
-    hf: Annotated[
-        Path | None, typer.Option(help="Instead of RUN: a Hugging Face folder or GGUF file.", show_default=False)
+    model: Model,
+    files: Annotated[list[Path], typer.Argument(help="Files to score.", metavar="FILES", show_default=False)],
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="Mode to score in: static, fast or dynamic; repeatable. All modes when absent."),
     ] = None,
     head: Annotated[
-        Path | None, typer.Option(help="With --hf: what `fastweights adapt` wrote, for mode fast.", show_default=False)
+        Path | None, typer.Option(help="Head for mode fast: a folder of `fastweights hf adapt`.", show_default=False)
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="With --hf: tokens that the model sees at once.")] = 1024,
-    stride: Annotated[int, typer.Option(min=1, help="With --hf: tokens scored at a time, and between updates.")] = 256,
+    window: Window = 1024,
+    stride: Annotated[
+        int, typer.Option(min=1, help="Tokens scored at a time, and between two updates of dynamic evaluation.")
+    ] = 256,
+    limit: Annotated[int, typer.Option(help="Bytes of each file to score, from its start; 0 for all.")] = 262_144,
+    dynamic_lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate of dynamic evaluation; 3e-2, or 1e-5 with statistics, when absent."),
+    ] = None,
     parameters: Annotated[
         list[str] | None,
-        typer.Option(help="With --hf: names that dynamic evaluation trains, such as `*.mlp.*`; repeatable. All."),
+        typer.Option(
+            help="Names of weights that dynamic evaluation trains, such as `*.mlp.*`; repeatable. All when absent."
+        ),
     ] = None,
     statistics: Annotated[
-        str, typer.Option(help="With --hf: training text that says how large each weight's gradients are.")
+        str,
+        typer.Option(help="Training text of dynamic evaluation: says how large each weight's gradients are."),
     ] = "",
-    **given: Any,
+    json: Annotated[
+        Path | None, typer.Option(help="JSON file for all numbers; MODEL.eval.json here when absent.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture of the loss by position; MODEL.eval.png here when absent.")
+    ] = None,
+    device: On = Device.auto,
 ) -> None:
-    """Score documents that a model was not trained on, with and without memory, next to gzip and xz.
+    """Score texts with any causal language model, next to gzip and xz.
 
-    A run of `fastweights train`, or with `--hf` any causal language model: static windows, an attached head and
-    dynamic evaluation, each token with at most a window before it.
+    Static windows, an attached head that learns as it reads, and dynamic evaluation: each token is predicted with at
+    most a window of text before it.
 
-    For example: `fastweights eval runs/first README.md --mode static --mode memory`, or
-    `fastweights eval --hf SmolLM2.gguf book.txt --head books.head --window 512`
+    For example: `fastweights hf eval SmolLM2.gguf book.txt --head books.head`
     """
-    if hf is None:
-        if given["run"] is None:
-            raise FastWeightError("RUN is missing; expected the folder of a run, or --hf and a model")
-        lm_commands["eval"](**given)
-        return
-    commands = _commands("eval")
-    files = [file for file in (given.pop("run"), *(given.pop("files") or ())) if file is not None]
-    for name in ("memory", "dynamic_segment", "min_bytes"):
-        if given[name] != DEFAULTS[name].default:
-            flag = "--" + name.replace("_", "-")
-            raise FastWeightError(f"{flag} with --hf; expected one of them: {flag} is for runs of this program")
-    chosen = given["dynamic_lr"] != DEFAULTS["dynamic_lr"].default
-    lr = given["dynamic_lr"] if chosen else HF_LR["rms" if statistics else "sgd"]
-    commands.evaluate(
-        hf, files, modes=given["mode"] or [], head=head, window=window, stride=stride, lr=lr,
-        parameters=tuple(parameters or ("*",)), statistics=statistics, limit=given["limit"], json=given["json"],
-        picture=given["plot"], device=given["device"],
-    )  # fmt: skip
+    need("hf eval", "hf", "torch", "transformers")
+    from dataclasses import replace
 
+    import torch
 
-def _with_flags_of(command: Any, other: Any) -> Any:
-    """`command` with its own flags and those of `other`, whose first argument may then be absent."""
-    own = [p for p in signature(command).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    first, *rest = signature(other).parameters.values()
-    optional = Annotated[Path | None, typer.Argument(help="Folder of a trained run.", show_default=False)]
-    taken = [first.replace(annotation=optional, default=None), *rest]
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*taken, *own)]
-    command.__signature__ = Signature(parameters)
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+    from fastweights.cli.scores import report_scores, score_modes
+    from fastweights.hf import scoring
+    from fastweights.hf.attach import load_attached
+    from fastweights.hf.loading import load_model, read_file
+    from fastweights.text.scores import Score, summary
 
+    lr = LR["rms" if statistics else "sgd"] if dynamic_lr is None else dynamic_lr
+    names = tuple(parameters or ("*",))
+    how = scoring.Reading(window=window, stride=stride, lr=lr, parameters=names)
+    found, tokenizer = load_model(model, device=device)
+    texts = [read_file(tokenizer, file, limit) for file in files]
+    if statistics:
+        how = replace(how, statistics=scoring.gradient_statistics(found, tokenizer, statistics, window))
+    if head is not None:
+        load_attached(found, head)
+    peaks: list[int | None] = []
 
-DEFAULTS = signature(lm_commands["eval"]).parameters
-COMMANDS = {"export": export, "adapt": adapt, "eval": _with_flags_of(evaluate, lm_commands["eval"])}
+    def score(mode: str, advance: Any) -> Score:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        scored = scoring.score(found, tokenizer, texts, mode, how, advance=advance)
+        peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None)
+        return scored
+
+    scores = score_modes(mode or scoring.modes(found), texts, score)
+    numbers = summary(texts, scores, None)
+    for row, peak in zip(numbers["modes"], peaks, strict=True):
+        row["peak_gpu_bytes"] = peak
+    settings = dict(window=window, stride=stride, lr=lr, parameters=list(names), head=head and str(head))
+    numbers |= dict(model=str(model), settings=settings)
+    json, plot = json or Path(f"{model.name}.eval.json"), plot or Path(f"{model.name}.eval.png")
+    report_scores(numbers, scores, texts, None, json, plot)

@@ -1,139 +1,213 @@
-"""The commands train, eval, generate and read of the program: their flags and help. Light to import."""
+"""The commands train, eval, generate and read, around the language models of this package. Light to import."""
 
-import os
-from importlib.util import find_spec
-from inspect import Parameter, Signature, signature
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fastweights.cli.options import Device, FromMemory, On, Run, need, say, wait_without_spinning
 from fastweights.core import FastWeightError
-from fastweights.models.config import DYNAMIC_LR, Config, flags
+from fastweights.models.config import DYNAMIC_LR, Config
+
+FIELDS = {f.name: f for f in fields(Config)}
+TEXT, MODEL, TRAINING, MACHINE = "Text", "Model", "Training", "Machine"  # headings over the options of train
 
 
-def _commands(name: str) -> Any:
-    if not find_spec("torch"):
-        raise FastWeightError(f"{name} needs PyTorch, which is not installed; pip install 'fastweights[lm]'")
-    # threads that wait by spinning slow each other down 16-fold on a busy machine; read when torch is imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from fastweights.lm import commands
-
-    return commands
+def _prepare(command: str) -> None:
+    """What these commands do before they import PyTorch."""
+    need(command, "lm", "torch")
+    wait_without_spinning()
 
 
-def _flags(command):
-    """One flag per field of the training configuration, with its type, default and help."""
-    parameters = []
-    for f in flags():
-        flag = "--" + f.name.replace("_", "-")
-        option = typer.Option(flag, help=f.metadata["help"] + _default(f), show_default=False)
-        annotation = Annotated[f.type | None, option]
-        parameters.append(Parameter(f.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    own = [p for p in signature(command).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    command.__signature__ = Signature([*own, *parameters])
-    command.__annotations__ = {p.name: p.annotation for p in [*own, *parameters]}
-    return command
+def _field(name: str, heading: str) -> Any:
+    """The option for a field of the training configuration, with the field's help and default."""
+    field = FIELDS[name]
+    default = "" if field.default in ("", 0, 0.0, False) else f" [default: {field.default}]"
+    flag = "--" + name.replace("_", "-")
+    return typer.Option(flag, help=field.metadata["help"] + default, show_default=False, rich_help_panel=heading)
 
 
-def _default(field) -> str:
-    return "" if field.default in ("", 0, 0.0, False) else f" [default: {field.default}]"
-
-
-Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", show_default=False)]
-On = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-FromMemory = Annotated[Path | None, typer.Option(help="Start from what `fastweights read` wrote.", show_default=False)]
-
-
-@_flags
 def train(
-    run: Annotated[Path, typer.Argument(help="Folder for the run.")] = Path("runs/first"),
-    preset: Annotated[str, typer.Option(help="Sizes: laptop, gpu, paper-small or paper-medium.")] = "laptop",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run where it stopped.")] = False,
-    **given,
+    ctx: typer.Context,
+    run: Annotated[Path, typer.Argument(help="Folder to make for the run.")] = Path("runs/first"),
+    preset: Annotated[
+        str, typer.Option(help="Preset that the defaults come from: laptop, gpu, paper-small or paper-medium.")
+    ] = "laptop",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN where it stopped.")] = False,
+    data: Annotated[str | None, _field("data", TEXT)] = None,
+    tokenizer: Annotated[str | None, _field("tokenizer", TEXT)] = None,
+    context: Annotated[str | None, _field("context", TEXT)] = None,
+    forget: Annotated[float | None, _field("forget", TEXT)] = None,
+    model: Annotated[str | None, _field("model", MODEL)] = None,
+    layers: Annotated[str | None, _field("layers", MODEL)] = None,
+    depth: Annotated[int | None, _field("depth", MODEL)] = None,
+    dim: Annotated[int | None, _field("dim", MODEL)] = None,
+    heads: Annotated[int | None, _field("heads", MODEL)] = None,
+    ff: Annotated[str | None, _field("ff", MODEL)] = None,
+    hidden: Annotated[int | None, _field("hidden", MODEL)] = None,
+    head: Annotated[str | None, _field("head", MODEL)] = None,
+    fast_hidden: Annotated[int | None, _field("fast_hidden", MODEL)] = None,
+    dropout: Annotated[float | None, _field("dropout", MODEL)] = None,
+    window: Annotated[int | None, _field("window", MODEL)] = None,
+    length: Annotated[int | None, _field("length", TRAINING)] = None,
+    batch: Annotated[int | None, _field("batch", TRAINING)] = None,
+    accumulate: Annotated[int | None, _field("accumulate", TRAINING)] = None,
+    steps: Annotated[int | None, _field("steps", TRAINING)] = None,
+    minutes: Annotated[float | None, _field("minutes", TRAINING)] = None,
+    lr: Annotated[float | None, _field("lr", TRAINING)] = None,
+    final_lr: Annotated[float | None, _field("final_lr", TRAINING)] = None,
+    warmup: Annotated[int | None, _field("warmup", TRAINING)] = None,
+    clip: Annotated[float | None, _field("clip", TRAINING)] = None,
+    weight_decay: Annotated[float | None, _field("weight_decay", TRAINING)] = None,
+    seed: Annotated[int | None, _field("seed", TRAINING)] = None,
+    eval_every: Annotated[int | None, _field("eval_every", TRAINING)] = None,
+    device: Annotated[str | None, _field("device", MACHINE)] = None,
+    dtype: Annotated[str | None, _field("dtype", MACHINE)] = None,
+    compile: Annotated[bool | None, _field("compile", MACHINE)] = None,
+    checkpointing: Annotated[bool | None, _field("checkpointing", MACHINE)] = None,
+    parallel: Annotated[str | None, _field("parallel", MACHINE)] = None,
 ) -> None:
-    """Train a language model. Without flags: on the Python standard library, in minutes on a laptop.
+    """Train a language model. Without options: on the Python standard library, in minutes on a laptop.
 
     Ctrl-C saves; `--resume` goes on as if nothing had happened. Defaults are those of the preset laptop.
 
-    For example: `fastweights train runs/hybrid --layers "delta*3,softmax" --tokenizer bpe:1024`
+    For example: `fastweights train runs/hybrid --layers "delta*3,softmax"`
     """
-    commands = _commands("train")
+    _prepare("train")
+    from rich.console import Console
 
-    changes = {name: value for name, value in given.items() if value is not None}
+    from fastweights.lm import training
+
+    changes = {name: ctx.params[name] for name in FIELDS if ctx.params[name] is not None}
     if resume and changes:
         raise FastWeightError(f"--resume with {', '.join(changes)}; expected no changes: a run goes on as it began")
-    commands.train(Config.of(preset, **changes), run, resume)
+    if "layers" in changes and {"model", "depth"} & set(changes):
+        raise FastWeightError("--layers with --model or --depth; expected one way to say which blocks there are")
+    config = Config.of(preset, **changes)
+    if not resume:
+        blocks = ", ".join(config.mixers)
+        say(f"{run}: {blocks}; {config.head} head; {config.data} as {config.tokenizer}")
+    training.train(config, run, resume=resume, console=Console())
+    say(f"Next: fastweights eval {run}")
 
 
 def evaluate(
     run: Run,
-    files: Annotated[list[Path] | None, typer.Argument(help="Files to score; held-out documents when absent.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files to score; the run's held-out documents when absent.")
+    ] = None,
     mode: Annotated[
-        list[str] | None, typer.Option(help="static, memory, fast or dynamic; repeatable. All when absent.")
+        list[str] | None,
+        typer.Option(help="Mode to score in: static, memory, fast or dynamic; repeatable. All modes when absent."),
     ] = None,
     memory: FromMemory = None,
-    min_bytes: Annotated[int, typer.Option(help="Leave out held-out documents shorter than this.")] = 8192,
+    min_bytes: Annotated[int, typer.Option(help="Bytes below which a held-out document is left out.")] = 8192,
     limit: Annotated[int, typer.Option(help="Bytes of held-out documents to score; 0 for all.")] = 262_144,
-    dynamic_lr: Annotated[float, typer.Option(help="Rate of dynamic evaluation.")] = DYNAMIC_LR,
-    dynamic_segment: Annotated[int, typer.Option(help="Tokens between its updates.")] = 64,
-    json: Annotated[Path | None, typer.Option(help="Where to write all numbers; RUN/eval.json when absent.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw loss by position; RUN/eval.png when absent.")] = None,
-    device: On = "auto",
+    dynamic_lr: Annotated[float, typer.Option(help="Learning rate of dynamic evaluation.")] = DYNAMIC_LR,
+    dynamic_segment: Annotated[int, typer.Option(help="Tokens between two updates of dynamic evaluation.")] = 64,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all numbers; RUN/eval.json when absent.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture of the loss by position; RUN/eval.png when absent.")
+    ] = None,
+    device: On = Device.auto,
 ) -> None:
     """Score documents that the model was not trained on, with and without memory, next to gzip and xz.
 
-    In the table "carried" is what the model takes along from token to token, and "peak" the most memory that scoring
-    held at once, beyond the model and the documents.
+    RUN is a folder of `fastweights train`; for any other language model see `fastweights hf eval`. In the table
+    "carried" is what the model takes along from token to token, and "peak" the most memory that scoring held at once,
+    beyond the model and the documents.
 
     For example: `fastweights eval runs/first README.md --mode static --mode memory`
     """
-    commands = _commands("eval")
+    _prepare("eval")
+    from fastweights.cli.scores import report_scores, score_modes
+    from fastweights.lm import evaluation, run_documents
+    from fastweights.lm.run_documents import held_out, read_file
     from fastweights.models.dynamic_evaluation import Dynamic
+    from fastweights.models.memory import Memory
+    from fastweights.models.run_folder import load
+    from fastweights.text.scores import summary
 
-    how = Dynamic(lr=dynamic_lr, segment=dynamic_segment)
-    commands.evaluate(run, files or [], modes=mode or [], memory=memory, min_bytes=min_bytes, limit=limit, dynamic=how,
-                      json=json, picture=plot, device=device)  # fmt: skip
+    model = load(run, device=device)
+    asked = mode or evaluation.modes(model)
+    for each in asked:
+        evaluation.check_mode(model, each)
+    texts = [read_file(model, path) for path in files or ()] or held_out(run, model, min_bytes, limit)
+    before = None if memory is None else Memory.load(memory, model)
+    batches = run_documents.training_batches(run, model) if "dynamic" in asked else ()
+    dynamic = Dynamic(lr=dynamic_lr, segment=dynamic_segment, batches=batches)
+    scores = score_modes(
+        asked,
+        texts,
+        lambda mode, advance: evaluation.score(model, texts, mode, memory=before, dynamic=dynamic, advance=advance),
+    )
+    numbers = summary(texts, scores, model.tokenizer.lengths()) | dict(run=str(run))
+    json, plot = json or run / "eval.json", plot or run / "eval.png"
+    report_scores(numbers, scores, texts, model.tokenizer.lengths(), json, plot)
 
 
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "",
     memory: FromMemory = None,
-    tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 400,
-    until: Annotated[str, typer.Option(help="Stop after this text.")] = "",
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among this many; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest, up to this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
-    learn: Annotated[bool, typer.Option(help="Let a Fast Weight Layer learn from what it generates.")] = True,
-    device: On = "auto",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 400,
+    until: Annotated[str, typer.Option(help="Text after which to stop.")] = "",
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the choice of tokens; 0 takes the likeliest.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens to choose among; 0 for all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Probability that the tokens to choose among have together, the likeliest first.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice: the same seed writes the same text.")] = 0,
+    learn: Annotated[bool, typer.Option(help="Let a Fast Weight Layer learn from the text it writes.")] = True,
+    device: On = Device.auto,
 ) -> None:
     """Write text, token by token, with memory of constant size.
 
-    For example: `fastweights generate runs/first --prompt "def main(" --temperature 0.5`
+    For example: `fastweights generate runs/first --prompt "def main("`
     """
-    commands = _commands("generate")
-    from fastweights.lm.generation import Sampling
+    _prepare("generate")
+    from fastweights.lm import generation
+    from fastweights.models.memory import Memory
+    from fastweights.models.run_folder import load
 
-    how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    commands.generate(run, prompt, memory=memory, tokens=tokens, until=until, how=how, learn=learn, device=device)
+    how = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    model = load(run, device=device)
+    before = None if memory is None else Memory.load(memory, model)
+    if prompt or before is None:
+        before = model.read(prompt, before)
+    sys.stdout.write(prompt)
+    for piece in generation.text_of(model, generation.generate(model, before, tokens, how, learn=learn), until):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
 
 
 def read(
     run: Run,
-    file: Annotated[Path, typer.Argument(help="Text of any length.", show_default=False)],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="FILE.memory when absent.")] = None,
+    file: Annotated[Path, typer.Argument(help="File to read, of any length.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Memory file to write; FILE.memory when absent.")
+    ] = None,
     memory: FromMemory = None,
-    device: On = "auto",
+    device: On = Device.auto,
 ) -> None:
     """Read a document once into a memory of constant size, which `generate` and `eval` can start from.
 
     For example: `fastweights read runs/first README.md -o readme.memory`
     """
-    commands = _commands("read")
+    _prepare("read")
+    from fastweights.lm.run_documents import read_file
+    from fastweights.models.memory import Memory
+    from fastweights.models.run_folder import load
 
-    commands.read(run, file, out or file.with_name(file.name + ".memory"), memory=memory, device=device)
-
-
-COMMANDS = {"train": train, "eval": evaluate, "generate": generate, "read": read}
+    out = out or file.with_name(file.name + ".memory")
+    model = load(run, device=device)
+    before = None if memory is None else Memory.load(memory, model)
+    found = model.read(read_file(model, file).tokens, before)
+    found.save(out)
+    say(f"{file}: {found.count:,} tokens in {found.bytes / 1024:,.0f} KiB of memory. "
+        f"Go on with: fastweights generate {run} --memory {out}")  # fmt: skip

@@ -142,6 +142,3 @@ def _list() -> None:
                 line = f"  {heading}: {experiment.about(text, heading)}"
                 console.print(line, style="dim", markup=False, highlight=False)
     console.print("\nFor example: fastweights reproduce overwrite --smoke", highlight=False)
-
-
-COMMANDS = {"reproduce": reproduce}

@@ -165,11 +165,11 @@ def save_attached(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_attached(model: nn.Module, folder: str | Path) -> FastHead:
-    """Attach the head that `save_attached` or `fastweights adapt` wrote for this model."""
+    """Attach the head that `save_attached` or `fastweights hf adapt` wrote for this model."""
     folder = Path(folder)
-    about = read_json(folder / CONFIG, "a folder that `fastweights adapt` wrote")
+    about = read_json(folder / CONFIG, "a folder that `fastweights hf adapt` wrote")
     if about.get("kind") != KIND:
-        raise FastWeightError(f"{folder / CONFIG} is no head; expected a file that `fastweights adapt` wrote")
+        raise FastWeightError(f"{folder / CONFIG} is no head; expected a file that `fastweights hf adapt` wrote")
     mine = _identity(model)
     for name, value in about["model"].items():
         if mine[name] != value:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from fastweights.core import FastWeightError
+from fastweights.text import corpus
 from fastweights.text.scores import Text
 from fastweights.torch.devices import pick_device
 
@@ -55,6 +56,14 @@ def read_file(tokenizer: Any, path: Path, limit: int = 0) -> Text:
     except OSError as error:
         raise FastWeightError(f"cannot read {path}: {error.strerror}; expected a file") from None
     return read_text(tokenizer, path.name, data[:limit] if limit else data)
+
+
+def read_corpus(tokenizer: Any, data: str) -> list[Text]:
+    """The documents of `stdlib`, a file, a folder or `hf:NAME[:CONFIG]`."""
+    found = [read_text(tokenizer, d.name, d.data) for d in corpus.documents(data)]
+    if not found:
+        raise FastWeightError(f"data is {data!r}, which holds no text; expected at least one file that is not empty")
+    return found
 
 
 def row_of(tokenizer: Any, text: Text) -> torch.Tensor:

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, attached
-from fastweights.hf.loading import row_of
+from fastweights.hf.loading import read_corpus, row_of
 from fastweights.text.scores import Score, Text
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
@@ -25,6 +26,7 @@ from fastweights.torch.tree import tensor_bytes
 
 ROWS = 8  # windows of a static score at a time
 CLIP = 1.0  # largest norm of a stride's gradient
+STATISTICS = 24  # windows of training text, for the step of each weight in dynamic evaluation
 EPS = 1e-5  # added to the root mean squared gradient that divides a weight's step
 
 
@@ -128,3 +130,14 @@ def _dynamic(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
 
 def call_body(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
     return model(tokens, use_cache=False).logits, None
+
+
+def gradient_statistics(model: Any, tokenizer: Any, data: str, window: int) -> GradientStatistics:
+    """Of windows of training text, the same each time."""
+    documents = [row_of(tokenizer, text) for text in read_corpus(tokenizer, data)]
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(STATISTICS):
+        row = documents[int(rng.integers(len(documents)))]
+        at = int(rng.integers(max(1, row.shape[1] - window)))
+        rows.append(row[:, at : at + window + 1].to(model.device))
+    return GradientStatistics.collect(model, rows, call=call_body)

@@ -1,7 +1,7 @@
-"""What a training run depends on: one frozen dataclass, from which the flags of `fastweights train` come."""
+"""What a training run depends on: one frozen dataclass, whose fields are the options of `fastweights train`."""
 
 import re
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fastweights.attention_config import PRESETS as LAYER_PRESETS
@@ -48,38 +48,42 @@ def _of(default: Any, help: str) -> Any:
 class Config:
     """Everything a training run depends on. `Config.of("gpu", dim=512)` is a preset with changes."""
 
-    data: str = _of("stdlib", "stdlib, a file, a folder, or hf:NAME[:CONFIG].")
-    tokenizer: str = _of("bytes", "bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")
-    model: str = _of("gated-delta", "transformer, linear, performer, delta, gated-delta or lstm.")
-    layers: str = _of("", 'Pattern that replaces --model and --depth, such as "delta*3,softmax".')
+    data: str = _of("stdlib", "Documents to train on: stdlib, a file, a folder, or hf:NAME[:CONFIG].")
+    tokenizer: str = _of("bytes", "Tokenizer: bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")
+    model: str = _of("gated-delta", "Mixer of every block: transformer, linear, performer, delta, gated-delta or lstm.")
+    layers: str = _of(
+        "", 'Mixers of the blocks as a pattern, such as "delta*3,softmax", in place of --model and --depth.'
+    )
     depth: int = _of(4, "Number of blocks.")
-    dim: int = _of(128, "Width.")
+    dim: int = _of(128, "Width of the model: features per token.")
     heads: int = _of(4, "Memories or attention heads per block.")
-    ff: str = _of("swiglu", "Feed-forward: swiglu or relu.")
-    hidden: int = _of(0, "Its width; 0 for 4 dim (relu) or 8/3 dim (swiglu).")
-    head: str = _of("fwl", "Output: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
+    ff: str = _of("swiglu", "Feed-forward layer of every block: swiglu or relu.")
+    hidden: int = _of(0, "Width of the feed-forward layer; 0 for 4 dim (relu) or 8/3 dim (swiglu).")
+    head: str = _of("fwl", "Output layer: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
-    dropout: float = _of(0.0, "After every mixer and feed-forward.")
+    dropout: float = _of(0.0, "Share of features dropped after every mixer and feed-forward layer.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
-    context: str = _of("carried", "carried: memory goes on between segments; packed: every segment starts anew.")
+    context: str = _of(
+        "carried", "Memory between segments: carried (it goes on) or packed (every segment starts anew)."
+    )
     forget: float = _of(0.1, "Share of carried segments that start with an empty memory all the same.")
     length: int = _of(256, "Tokens per segment, the span of backpropagation.")
     batch: int = _of(8, "Segments per step and device.")
-    accumulate: int = _of(1, "Batches per step.")
+    accumulate: int = _of(1, "Batches per step of the optimiser.")
     steps: int = _of(2000, "Steps of the optimiser.")
-    minutes: float = _of(0.0, "Finish within this time, the schedule included; 0 for no limit.")
+    minutes: float = _of(0.0, "Minutes within which training finishes, the schedule included; 0 for no limit.")
     lr: float = _of(3e-3, "Peak learning rate.")
-    final_lr: float = _of(0.05, "Share of it at the end of the cosine.")
-    warmup: int = _of(50, "Steps of linear warm-up.")
-    clip: float = _of(1.0, "Largest length of the gradient.")
-    weight_decay: float = _of(0.1, "Of matrices.")
-    seed: int = _of(0, "Of weights, order of documents and dropout.")
+    final_lr: float = _of(0.05, "Share of the peak learning rate that is left at the end of the cosine.")
+    warmup: int = _of(50, "Steps in which the learning rate rises to its peak.")
+    clip: float = _of(1.0, "Largest norm of the gradient; a longer one is cut to it.")
+    weight_decay: float = _of(0.1, "Weight decay of the matrices.")
+    seed: int = _of(0, "Seed of the weights, the order of documents and dropout.")
     eval_every: int = _of(200, "Steps between validations and checkpoints.")
-    device: str = _of("auto", "auto, cpu or cuda.")
-    dtype: str = _of("auto", "auto (bfloat16 on a GPU), float32 or bfloat16.")
+    device: str = _of("auto", "Device to train on: auto, cpu or cuda.")
+    dtype: str = _of("auto", "Dtype of the products: auto (bfloat16 on a GPU), float32 or bfloat16.")
     compile: bool = _of(False, "Compile the blocks with torch.compile.")
     checkpointing: bool = _of(False, "Recompute blocks in the backward pass to save memory.")
-    parallel: str = _of("none", "Under torchrun: ddp or fsdp.")
+    parallel: str = _of("none", "How the processes of torchrun share the work: ddp or fsdp.")
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -128,8 +132,3 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def flags() -> list[Field]:
-    """The fields, for whoever builds flags of them."""
-    return list(fields(Config))
