@@ -230,7 +230,7 @@ def test_bench_smoke_prints_tables_and_writes_json(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("which", "key"),
     [
-        ("lengths", "length scaling"),
+        ("lengths", "lengths"),
         ("layers", "layers"),
         ("fwl", "fwl"),
         ("lm", "lm"),

@@ -1,13 +1,12 @@
-"""The command `fastweights reproduce`: its flags, help, and what it prints. Light to import."""
+"""The command `fastweights reproduce`: its options, help, and what it prints. Light to import."""
 
-import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fastweights.cli.options import Device, On, need, say, wait_without_spinning
 from fastweights.core import FastWeightError
 from fastweights.lab import EXPERIMENTS
 
@@ -16,13 +15,23 @@ SHOWN_ROWS = 60
 
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Experiments, or `all`.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME", help="Names of experiments, or `all`; a list of them when absent.", show_default=False
+        ),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Say what there is, what it claims and what it costs.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Seconds on one core: does it run?")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the experiments, what each claims and what it costs.")
+    ] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Take tiny sizes, for seconds on one core, to see whether it runs.")
+    ] = False,
+    device: On = Device.auto,
     out: Annotated[
-        Path | None, typer.Option(help="Folder; docs/results when absent, runs/lab with --smoke.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder for results; docs/results, or runs/lab with --smoke, when absent.", show_default=False
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -31,12 +40,17 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the experiment's own number.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes, also on one GPU: small models leave it idle.")] = 1,
-    only: Annotated[str, typer.Option(metavar="FIELD=VALUE,...", help="Only arms with these values.")] = "",
-    part: Annotated[str, typer.Option(metavar="I/N", help="Only every N-th arm, from the I-th.")] = "",
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds to average over, instead of the experiment's own number.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes side by side, also on one GPU: small models leave it idle.")
+    ] = 1,
+    only: Annotated[str, typer.Option(metavar="FIELD=VALUE,...", help="Values that an arm must have to be run.")] = "",
+    part: Annotated[str, typer.Option(metavar="I/N", help="Part of the arms to run: every N-th, from the I-th.")] = "",
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop after this long; what is done is kept.", show_default=False)
+        float | None,
+        typer.Option(min=0.01, help="Minutes after which to stop; what is done is kept.", show_default=False),
     ] = None,
 ) -> None:
     """Run a figure or table of the papers again, with the paper's numbers beside ours.
@@ -44,37 +58,30 @@ def reproduce(
     Results are kept as they come: an interrupted run goes on where it stopped. NAME.csv and NAME.png are the result;
     the exit code is 1 when the paper's claim did not hold here.
 
-    For example: `fastweights reproduce overwrite --smoke`, or `fastweights reproduce all --device cuda --jobs 8`
+    For example: `fastweights reproduce overwrite --smoke`
     """
     if list_ or not names:
         _list()
         return
-    if not find_spec("torch") or not find_spec("matplotlib"):
-        raise FastWeightError("reproduce needs PyTorch and matplotlib; pip install 'fastweights[lab]'")
-    # threads that wait by spinning slow each other down on a busy machine; read when torch is imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    need("reproduce", "lab", "torch", "matplotlib")
+    wait_without_spinning()
     chosen = list(EXPERIMENTS) if names == ["all"] else list(dict.fromkeys(names))
     for name in chosen:
         if name not in EXPERIMENTS:
             raise FastWeightError(f"experiment is {name!r}; expected one of {', '.join(EXPERIMENTS)}, or all")
-    sys.exit(_reproduce(chosen, device, data, jobs, minutes,
-                        dict(smoke=smoke, out=out, seeds=seeds, only=only, part=part)))  # fmt: skip
+    how = dict(smoke=smoke, out=out, seeds=seeds, only=only, part=part)
+    sys.exit(_reproduce(chosen, device, data, jobs, minutes, how))
 
 
 def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minutes: float | None, how: dict) -> int:
-    import torch
     from rich.console import Console
 
     from fastweights.lab.engine.experiment import check_data, plan
     from fastweights.lab.engine.pool import run_all
     from fastweights.lab.engine.reproduce import finish
+    from fastweights.torch.devices import pick_device
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise FastWeightError(f"--device is {device!r}; expected auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise FastWeightError("--device is cuda; PyTorch finds no GPU here")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(device)
     console = Console()
     plans = [plan(name, **how) for name in names]
     check_data(plans, data)
@@ -92,7 +99,6 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
 def _show(outcome: Any, plan: Any, console: Any) -> None:
     from fastweights.lab.engine.experiment import docstring
 
-    say = lambda text, style="": console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     rows = plan.module.table(outcome.rows) if hasattr(plan.module, "table") and outcome.rows else outcome.rows
     if rows:
         console.print(_table(docstring(plan.name).splitlines()[0], rows[:SHOWN_ROWS]))
@@ -103,8 +109,8 @@ def _show(outcome: Any, plan: Any, console: Any) -> None:
     for line in outcome.failed:
         say(f"does not hold: {line}", "red")
     if outcome.missing:
-        say(f"{outcome.missing} of {len(plan.arms)} arms are still to run, so nothing was checked; the same command "
-            "goes on", "yellow")  # fmt: skip
+        left = f"{outcome.missing} of {len(plan.arms)} arms are still to run"
+        say(f"{left}, so nothing was checked; the same command goes on", "yellow")
     for file in outcome.files:
         say(f"Written to {file}")
 

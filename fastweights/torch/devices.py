@@ -15,6 +15,7 @@ PROCESS = Path("/proc/self")  # Linux: what the system knows of this process
 
 def pick_device(name: str) -> str:
     """The device that "auto", "cpu" or "cuda" stands for: "auto" is a GPU where there is one."""
+    name = str(name)
     if name not in ("auto", "cpu", "cuda"):
         raise FastWeightError(f"device is {name!r}; expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
