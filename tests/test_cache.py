@@ -153,6 +153,14 @@ def test_a_stream_answers_what_scoring_finds(rng, cuts):
     assert torch.equal(parts[0][:, 0], logits[:, 0])  # nothing is known yet: the very same logits
 
 
+def test_a_stream_goes_on_after_a_text(rng):
+    x, labels, logits, losses = problem(rng, 40)
+    tokens = torch.cat([labels[:, -1:], labels[:, :-1]], 1)
+    _, state = cache.score(x[:, :30], labels[:, :30], losses[:, :30])
+    got, _ = cache.answer(x[:, 30:], tokens[:, 30:], logits[:, 30:], state)
+    close(losses_of(got, labels[:, 30:]), want(x, labels, losses)[:, 30:])
+
+
 @pytest.mark.parametrize("cuts", [[30], [4, 26], [1] * 30])
 def test_a_padded_stream(rng, cuts):
     x, labels, logits, losses = problem(rng, 30, B=3)
@@ -289,8 +297,6 @@ def test_call_errors(rng):
         "state holds 6 tokens and 5 experts; expected at most 4 and 5: a stream goes on with the cache that began it":
             lambda: NeuralCache(4, **GRID).score(x, labels, losses, cache.score(x, labels, losses)[1]),
         "state is that of a stream, whose last token waits": lambda: cache.score(x, labels, losses, stream),
-        "state is that of a text that score":
-            lambda: cache.answer(x, labels, logits, cache.score(x, labels, losses)[1]),
         r"logits has shape \(2, 7\); expected \(2, K, V\) with K from 1 to 6":
             lambda: cache.answer(x, labels, logits[:, 0]),
         "losses is missing with logits of 2 of 6 tokens": lambda: cache.answer(x, labels, logits[:, -2:]),

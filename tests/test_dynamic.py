@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from fastweights import FastWeightError
-from fastweights.torch import DynamicEvaluation, GradientStatistics
+from fastweights.torch import DynamicEvaluation, GradientStatistics, NeuralCache
+from fastweights.torch.cache import recorded
 from fastweights.torch.dynamic import PRESETS, token_losses
 
 V = 11
@@ -128,6 +129,27 @@ def test_hugging_face_models_and_context():
         got, token_losses(m(tokens[:, :-1]).logits, tokens[:, 1:]).detach(), rtol=1e-4, atol=1e-5
     )
     with DynamicEvaluation(m, lr=0.1, segment=4, context=40, parameters="*.mlp.*") as dynamic:
+        dynamic.run(tokens)
+
+
+def test_a_cache_reads_along():
+    """Its losses are those of the mixture, exactly; the weights learn as they do without it."""
+    m, tokens = model(), text(2, T=40)
+    run = lambda **how: DynamicEvaluation(m, lr=1.0, segment=6, **how)  # noqa: E731
+    with run() as dynamic, recorded(m[0]) as seen:
+        own = dynamic.run(tokens).losses
+        moved = weights(m)
+    wanted, _ = NeuralCache(8).score(torch.cat(seen, 1).detach(), tokens[:, 1:], own)
+    with run(cache=NeuralCache(8), features=m[0]) as dynamic:
+        got = dynamic.run(tokens).losses
+        torch.testing.assert_close(weights(m), moved)
+        dynamic.reset()
+        torch.testing.assert_close(dynamic.run(tokens).losses, got)
+    torch.testing.assert_close(got, wanted)
+    with pytest.raises(FastWeightError, match="features is missing with a cache; expected the module"):
+        run(cache=NeuralCache(8))
+    wrong = run(cache=NeuralCache(8), features=nn.Linear(1, 1))
+    with wrong as dynamic, pytest.raises(FastWeightError, match="features was called 0 times"):
         dynamic.run(tokens)
 
 

@@ -69,7 +69,7 @@ def test_eval_scores_in_all_modes(run, trained, place):
     for name in ("static windows", "carried memory", "Fast Weight Layer", "dynamic evaluation", "gzip -9", "xz -9"):
         assert name in out
     found = json.loads((place / trained / "eval.json").read_text())
-    assert [m["mode"] for m in found["modes"]] == ["static", "memory", "fast", "dynamic"]
+    assert [m["mode"] for m in found["modes"]] == ["static", "memory", "cache", "fast", "both", "dynamic"]
     assert all(0 < m["bits_per_byte"] < 9 for m in found["modes"])
     assert "peak" in out
     assert all(sys.platform != "linux" or m["peak_bytes"] >= 0 for m in found["modes"])
@@ -95,6 +95,10 @@ def test_generate(run, trained):
     assert first.startswith("The ")
     assert run("generate", trained, "--prompt", "The ", "--tokens", "30", "--seed", "3")[1] == first
     assert run("generate", trained, "--prompt", "The ", "--tokens", "30", "--seed", "4")[1] != first
+    code, cached, err = run("generate", trained, "--prompt", "The ", "--tokens", "30", "--seed", "3", "--cache")
+    assert code == 0, err
+    assert cached.startswith("The ")
+    assert cached != first
     _, whole, _ = run("generate", trained, "--prompt", "The ", "--tokens", "60", "--no-learn")
     stop = next(c for c in whole[14:] if c.isascii() and c.isprintable())
     _, out, _ = run("generate", trained, "--prompt", "The ", "--tokens", "60", "--no-learn", "--until", stop)

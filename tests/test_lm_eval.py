@@ -11,13 +11,14 @@ from rich.console import Console
 
 from fastweights.core import FastWeightError
 from fastweights.lm import evaluation
+from fastweights.lm.generation import Sampling, generate
 from fastweights.models.config import Config
 from fastweights.models.dynamic_evaluation import Dynamic
 from fastweights.models.language_model import LanguageModel
 from fastweights.text import report
 from fastweights.text.scores import Text, summary
 from fastweights.text.tokenizer import Bytes
-from fastweights.torch import devices
+from fastweights.torch import NeuralCache, devices
 
 WORDS = (b"the quick brown fox ", b"jumps over the lazy dog ", b"and sleeps. ")
 
@@ -63,9 +64,34 @@ def test_dynamic_evaluation_learns_and_restores(model, texts):
         assert torch.equal(x, weights[name])
 
 
+@pytest.mark.parametrize(("mode", "plain"), [("cache", "memory"), ("both", "fast")])
+def test_a_cache_is_mixed_into_carried_memory(model, texts, mode, plain):
+    got, without = evaluation.score(model, texts, mode), evaluation.score(model, texts, plain)
+    assert np.concatenate(got.losses).mean() < np.concatenate(without.losses).mean() - 0.3  # the texts repeat
+    assert got.state_bytes > without.state_bytes
+    np.testing.assert_allclose([x[0] for x in got.losses], [x[0] for x in without.losses], rtol=1e-5)
+
+
+def test_generation_with_a_cache_is_what_scoring_expects(model, texts):
+    """The likeliest token each time, from the same mixture that `carried` scores with."""
+    row = torch.from_numpy(np.r_[model.vocab - 1, texts[0].tokens[:60]])[None]
+    memory, cache = model.read(texts[0].tokens[:60]), NeuralCache()
+    _, _, cached = evaluation.carried(model, row, model.init_state(1), learn=True, cache=cache)
+    wrote = list(generate(model, memory, 2, Sampling(temperature=0), cache=cache, cached=cached))
+    whole = torch.cat([row, torch.tensor([wrote])], 1)
+    for at in range(60, 60 + len(wrote)):
+        losses, others = [], [*range(0, model.vocab, 9), wrote[at - 60]]
+        for token in others:
+            whole[0, at + 1] = token
+            part = whole[:, : at + 2]
+            losses.append(evaluation.carried(model, part, model.init_state(1), learn=True, cache=cache)[0][-1])
+        assert others[int(torch.stack(losses).argmin())] == wrote[at - 60]
+        whole[0, at + 1] = wrote[at - 60]
+
+
 def test_every_text_starts_from_the_memory(model, texts):
     memory = model.read(b"something else ")
-    for mode in ("memory", "fast", "dynamic"):
+    for mode in ("memory", "cache", "fast", "both", "dynamic"):
         both = evaluation.score(model, texts, mode, memory=memory)
         alone = evaluation.score(model, texts[1:], mode, memory=memory)
         np.testing.assert_allclose(both.losses[1], alone.losses[0], rtol=1e-5)
@@ -111,5 +137,5 @@ def test_peak_memory_is_unknown_where_the_system_does_not_tell(model, texts, mon
 
 def test_a_mode_that_does_not_exist(texts):
     model = LanguageModel(Config(dim=16, heads=2, depth=1, head="linear"), 257)
-    with pytest.raises(FastWeightError, match="mode is 'fast'; expected one of 'static', 'memory', 'dynamic'"):
+    with pytest.raises(FastWeightError, match="mode is 'fast'; expected one of 'static', 'memory', 'cache', 'dynamic'"):
         evaluation.score(model, texts, "fast")

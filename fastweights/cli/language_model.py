@@ -100,7 +100,9 @@ def evaluate(
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="Mode to score in: static, memory, fast or dynamic; repeatable. All modes when absent."),
+        typer.Option(
+            help="Mode to score in: static, memory, cache, fast, both or dynamic; repeatable. All by default."
+        ),
     ] = None,
     memory: FromMemory = None,
     min_bytes: Annotated[int, typer.Option(help="Bytes below which a held-out document is left out.")] = 8192,
@@ -163,6 +165,7 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice: the same seed writes the same text.")] = 0,
     learn: Annotated[bool, typer.Option(help="Let a Fast Weight Layer learn from the text it writes.")] = True,
+    cache: Annotated[bool, typer.Option("--cache", help="Mix in a neural cache of the prompt and the output.")] = False,
     device: On = Device.auto,
 ) -> None:
     """Write text, token by token, with memory of constant size.
@@ -173,14 +176,19 @@ def generate(
     from fastweights.lm import generation
     from fastweights.models.memory import Memory
     from fastweights.models.run_folder import load
+    from fastweights.torch import NeuralCache
 
     how = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     model = load(run, device=device)
     before = None if memory is None else Memory.load(memory, model)
+    mixed: dict[str, Any] = dict(cache=NeuralCache()) if cache else {}
+    if cache and prompt:
+        mixed["cached"] = generation.read_into(mixed["cache"], model, prompt, before, learn=learn)
     if prompt or before is None:
         before = model.read(prompt, before)
     sys.stdout.write(prompt)
-    for piece in generation.text_of(model, generation.generate(model, before, tokens, how, learn=learn), until):
+    written = generation.generate(model, before, tokens, how, learn=learn, **mixed)
+    for piece in generation.text_of(model, written, until):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

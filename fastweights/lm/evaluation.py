@@ -2,8 +2,10 @@
 
 static     windows of the training length, each read afresh
 memory     one pass, memory carried from the start of the document
-fast       the same, and the Fast Weight Layer learns from every token
-dynamic    the same as memory, and all weights are trained on each segment after it is scored
+cache      the same, mixed with what a neural cache expects
+fast       as memory, and the Fast Weight Layer learns from every token
+both       the same, mixed with what a neural cache expects
+dynamic    as memory, and all weights are trained on each segment after it is scored
 """
 
 import time
@@ -13,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
-from fastweights.models.language_model import LanguageModel
+from fastweights.models.language_model import LanguageModel, State
 from fastweights.models.memory import Memory
 from fastweights.text.scores import Score, Text
+from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.tree import tensor_bytes
 
@@ -27,7 +31,7 @@ SEGMENT = 1024
 
 def modes(model: LanguageModel) -> list[str]:
     """Those this model can be scored in."""
-    return ["static", "memory", *(["fast"] if model.fast is not None else []), "dynamic"]
+    return ["static", "memory", "cache", *(["fast", "both"] if model.fast is not None else []), "dynamic"]
 
 
 def check_mode(model: LanguageModel, mode: str) -> None:
@@ -55,8 +59,9 @@ def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory 
             elif mode == "dynamic":
                 loss = run(rows, _before(model, memory))
             else:
-                loss, state = _carried(model, rows, _before(model, memory), mode == "fast")
-                held = tensor_bytes(state if mode == "fast" else state.blocks)
+                learn, cache = mode in ("fast", "both"), NeuralCache() if mode in ("cache", "both") else None
+                loss, state, kept = carried(model, rows, _before(model, memory), learn=learn, cache=cache)
+                held = tensor_bytes(state if learn else state.blocks) + tensor_bytes(kept)
             losses.append(loss.double().cpu().numpy())
             advance(len(text.data))
     if mode == "dynamic":  # the state and a copy of all weights
@@ -90,11 +95,17 @@ def _static(model, row):
 
 
 @torch.no_grad()
-def _carried(model, row, state, learn):
-    losses = []
-    for at in range(0, row.shape[1] - 1, SEGMENT):
-        part = row[:, at : at + SEGMENT + 1]
-        scores = model.score(part[:, :-1], part[:, 1:], state, learn=learn)
-        losses.append(scores.loss[0])
-        state = scores.state
-    return torch.cat(losses), state
+def carried(
+    model: LanguageModel, row: Tensor, state: State, *, learn: bool, cache: NeuralCache | None = None
+) -> tuple[Tensor, State, CacheState | None]:
+    """Losses (T,) of a text (1, T + 1) read once from a state; the state after it, and what the cache holds then."""
+    losses, kept = [], None
+    with recorded(model.norm) as seen:
+        for at in range(0, row.shape[1] - 1, SEGMENT):
+            part = row[:, at : at + SEGMENT + 1]
+            scores = model.score(part[:, :-1], part[:, 1:], state, learn=learn)
+            state, loss, x = scores.state, scores.loss, seen.pop()
+            if cache is not None:
+                loss, kept = cache.score(x, part[:, 1:], loss, kept)
+            losses.append(loss[0])
+    return torch.cat(losses), state, kept

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
+from fastweights.lm.evaluation import carried
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
+from fastweights.torch.cache import CacheState, NeuralCache, recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,25 @@ class Sampling:
         return int(order[torch.multinomial(p, 1, generator=generator)])
 
 
+def read_into(
+    cache: NeuralCache, model: LanguageModel, prompt: str, memory: Memory | None, *, learn: bool = True
+) -> CacheState:
+    """What a cache holds of a prompt that follows `memory`; a memory itself has no cache."""
+    state = model.init_state(1) if memory is None else model._take(memory).fork().state
+    kept = carried(model, model._tokens(prompt, memory), state, learn=learn, cache=cache)[2]
+    assert kept is not None
+    return kept
+
+
 @torch.no_grad()
 def generate(
-    model: LanguageModel, memory: Memory, tokens: int, how: Sampling | None = None, *, learn: bool = True
-) -> Iterator[int]:
+    model: LanguageModel, memory: Memory, tokens: int, how: Sampling | None = None, *, learn: bool = True,
+    cache: NeuralCache | None = None, cached: CacheState | None = None,
+) -> Iterator[int]:  # fmt: skip
     """Tokens that follow what `memory` has read, up to the end of the document or `tokens` of them.
 
-    learn: whether a Fast Weight Layer goes on learning, from what it generates.
+    learn: whether a Fast Weight Layer goes on learning, from what it generates.  cache: mixed into the prediction, and
+    goes on reading too.  cached: what it holds of the text before.
     """
     how = how or Sampling()
     model.eval()
@@ -54,7 +68,12 @@ def generate(
     generator = torch.Generator().manual_seed(how.seed)
     token = memory.last
     for _ in range(tokens):
-        logits, state = model.step(torch.tensor([token], device=model.embedding.weight.device), state, learn=learn)
+        now = torch.tensor([[token]], device=model.embedding.weight.device)
+        with recorded(model.norm) as seen:
+            logits, state = model.step(now[0], state, learn=learn)
+        if cache is not None:
+            mixed, cached = cache.answer(seen[-1], now, logits[:, None], cached)
+            logits = mixed[:, 0]
         token = how.draw(logits[0], generator)
         if token == model.vocab - 1:  # the start of another document
             return

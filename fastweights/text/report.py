@@ -11,10 +11,13 @@ from fastweights.text.scores import EDGES, Score, Text, curve
 LABELS = {
     "static": "static windows",
     "memory": "carried memory",
+    "cache": "+ neural cache",
     "fast": "+ Fast Weight Layer",
+    "both": "+ layer and cache",
     "dynamic": "+ dynamic evaluation",
 }
-COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "fast": "#2a9d4e", "dynamic": "#d1495b"}
+COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "cache": "#e0a030", "fast": "#2a9d4e", "both": "#7b4fa3",
+           "dynamic": "#d1495b"}  # fmt: skip
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -16,11 +16,12 @@ E experts (1 + G times the shares). Log likelihoods are kept relative to the mod
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
 from fastweights.torch.cache_sight import (
@@ -39,6 +40,27 @@ from fastweights.torch.cache_sight import (
 
 TEMPERATURES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+
+
+@contextmanager
+def recorded(module: nn.Module, *, inputs: bool = False) -> Iterator[list[Tensor]]:
+    """A list to which every call of the module adds its output, or its first input: the features of a model.
+
+    >>> norm = nn.LayerNorm(4)
+    >>> with recorded(norm) as seen:
+    ...     _ = nn.Sequential(norm, nn.Linear(4, 9))(torch.zeros(1, 2, 4))
+    >>> seen[0].shape
+    torch.Size([1, 2, 4])
+    """
+    seen: list[Tensor] = []
+    if inputs:
+        handle = module.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    else:
+        handle = module.register_forward_hook(lambda module, given, out: seen.append(out))
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 class NeuralCache:
@@ -163,7 +185,8 @@ class NeuralCache:
             x: (B, T, D) features of the tokens.
             tokens: (B, T) the tokens themselves, each the label of the one before it, across calls too.
             logits: (B, K, V) the model's for what follows the last K of them, K <= T.
-            state: what `answer` returned for the stream so far; an empty cache when absent.
+            state: what `answer` returned for the stream so far, or `score` for the text before it; an empty cache when
+                absent.
             losses: (B, T) the model's own loss of each token; needed if K < T, that of a stream's first token counts
                 for nothing.
             log_sums: (B, K) log of the summed exponentials of the logits, where they are known already.
@@ -181,9 +204,6 @@ class NeuralCache:
             raise FastWeightError(f"losses is missing with logits of {K} of {T} tokens; expected the model's own loss "
                                   "of each token: the mixture is weighed by them")  # fmt: skip
         state = self._state(state, x, B)
-        if state.waiting is None and state.keys.shape[1] and learn:
-            raise FastWeightError("state is that of a text that score() read, with no token before this one; expected "
-                                  "a state that answer() returned")  # fmt: skip
         wide = state.keys.dtype
         if log_sums is None:
             log_sums = torch.cat([log_sum(part, wide) for part in logits.split(BLOCK, 1)], 1)

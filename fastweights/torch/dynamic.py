@@ -14,6 +14,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
+from fastweights.torch.cache import CacheState, NeuralCache, recorded
 
 RULES = ("sgd", "rms", "rms-sum")
 
@@ -127,6 +129,10 @@ class DynamicEvaluation:
         statistics: `GradientStatistics.collect(model, batches)` on training data.
         clip: largest norm of a segment's gradient.
         call: how to call an unusual model: (model, tokens, state) -> (logits, state).
+        cache: a `NeuralCache` that reads along: losses are then those of its mixture, and the weights learn from the
+            model's own.
+        features: with a cache, the module whose output are the features that it looks up, such as the last norm; the
+            input of `model.get_output_embeddings()` when absent.
     """
 
     def __init__(
@@ -144,6 +150,8 @@ class DynamicEvaluation:
         statistics: GradientStatistics | None = None,
         clip: float | None = None,
         call: Call = call_model,
+        cache: NeuralCache | None = None,
+        features: nn.Module | None = None,
     ):
         if rule not in RULES:
             raise FastWeightError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}")
@@ -165,6 +173,8 @@ class DynamicEvaluation:
         self.model, self.rule, self.lr, self.decay, self.eps = model, rule, lr, decay, eps
         self.segment, self.context, self.carry, self.clip, self.call = segment, context, carry, clip, call
         self.named, self.statistics = named, statistics
+        self.cache, self._recorded = cache, None if cache is None else _features(model, features)
+        self._cached: CacheState | None = None
         self._before: list[tuple[Tensor, bool]] | None = None
 
     @classmethod
@@ -196,7 +206,8 @@ class DynamicEvaluation:
         del self._trained, self._scales
 
     def reset(self) -> None:
-        """Back to the trained weights, for a new document."""
+        """Back to the trained weights and an empty cache, for a new document."""
+        self._cached = None
         with torch.no_grad():
             for n, p in self.named.items():
                 p.copy_(self._trained[n])
@@ -213,12 +224,25 @@ class DynamicEvaluation:
         for a in _track(starts, "dynamic evaluation", progress):
             b = min(a + self.segment, tokens.shape[1] - 1)
             first = max(0, a - self.context)
-            logits, state = self.call(self.model, tokens[:, first:b], state)
+            watch: Any = nullcontext([]) if self._recorded is None else recorded(**self._recorded)
+            with watch as seen:
+                logits, state = self.call(self.model, tokens[:, first:b], state)
             state = _detached(state) if self.carry else None
             loss = token_losses(logits[:, a - first :], tokens[:, a + 1 : b + 1])
-            losses.append(loss.detach())
+            losses.append(self._mixed(seen, tokens[:, a + 1 : b + 1], loss.detach()))
             self._learn(loss.mean())
         return DynamicResult(torch.cat(losses, 1), time.perf_counter() - start)
+
+    def _mixed(self, seen, labels, losses):
+        """The losses with the cache's share in them, if there is one."""
+        if self.cache is None:
+            return losses
+        if len(seen) != 1 or seen[0].dim() != 3 or seen[0].shape[1] < labels.shape[1]:
+            raise FastWeightError(f"features was called {len(seen)} times, with {[tuple(x.shape) for x in seen]}; "
+                                  "expected one call per segment, with features (B, T, D)")  # fmt: skip
+        x = seen[0][:, seen[0].shape[1] - labels.shape[1] :].detach()
+        mixed, self._cached = self.cache.score(x, labels, losses, self._cached)
+        return mixed
 
     def _learn(self, loss):
         grads = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
@@ -245,6 +269,17 @@ class DynamicEvaluation:
             return {n: (r + self.eps, self.decay * r) for n, r in roots.items()}
         mean = torch.stack([r.mean() for r in roots.values()]).mean()
         return {n: (r + self.eps, (self.decay * r / mean).clamp(max=1.0)) for n, r in roots.items()}
+
+
+def _features(model, features):
+    """Arguments of `recorded`: which module has a model's features, as its output or its input."""
+    if features is not None:
+        return dict(module=features)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if output is None:
+        raise FastWeightError("features is missing with a cache; expected the module whose output it looks up, such as "
+                              f"the last norm: a {type(model).__name__} does not tell its own")  # fmt: skip
+    return dict(module=output, inputs=True)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
