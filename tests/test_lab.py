@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 from fastweights import cli, lab  # noqa: E402
 from fastweights.core import FastWeightError  # noqa: E402
 from fastweights.lab import papers  # noqa: E402
-from fastweights.lab.engine import experiment, pool, results  # noqa: E402
+from fastweights.lab.engine import claims, experiment, pool, results  # noqa: E402
 from fastweights.lab.engine.experiment import Report  # noqa: E402
 from fastweights.lab.engine.reproduce import reproduce  # noqa: E402
 from fastweights.lab.engine.training import train  # noqa: E402
@@ -48,14 +48,16 @@ def toy(monkeypatch):
 
     module.run = run
     module.plot = lambda rows, path: Path(path).write_bytes(b"PNG")
-    module.check = lambda rows, smoke: [f"{len(rows)} rows"]
+    module.size = lambda rows: f"{len(rows)} rows"
+    module.holds = lambda rows: ("reproduced", f"{len(rows)} rows")
+    module.CLAIMS = (claims.Claim("counts", "All is counted.", "3 rows", "Table 0", lambda rows: module.holds(rows)),)
     monkeypatch.setattr(experiment, "load", lambda name: module)
     return module
 
 
 def test_runs_and_keeps_typed_rows(toy, tmp_path):
     outcome = reproduce("capacity", out=tmp_path)
-    assert outcome.confirmed == ["3 rows"]
+    assert outcome.confirmed == ["reproduced: All is counted. Ours: 3 rows [3 rows; Table 0]"]
     assert not outcome.failed
     assert [p.name for p in outcome.files] == ["capacity.csv", "capacity.png"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["capacity.csv", "capacity.png"]
@@ -82,7 +84,7 @@ def test_parts_are_merged(toy, tmp_path):
     for part in ("1/2", "2/2"):
         assert reproduce("capacity", out=tmp_path, part=part).files == []
     assert len(list(tmp_path.glob("*.jsonl"))) == 2
-    assert reproduce("capacity", out=tmp_path).confirmed == ["3 rows"]
+    assert len(reproduce("capacity", out=tmp_path).confirmed) == 1
     assert toy.ran == [0, 2, 1]
     assert not list(tmp_path.glob("*.jsonl"))
 
@@ -107,12 +109,10 @@ def test_rows_may_not_contradict_their_arm(toy, tmp_path):
 
 
 def test_failed_claim_keeps_the_results(toy, tmp_path):
-    def check(rows, smoke):
-        raise AssertionError("4 < 3")
-
-    toy.check = check
+    toy.holds = lambda rows: ("partly", "4 rows")
     outcome = reproduce("capacity", out=tmp_path)
-    assert outcome.failed == ["4 < 3"]
+    assert outcome.failed == ["partly: All is counted. Ours: 4 rows [3 rows; Table 0]"]
+    assert not outcome.confirmed
     assert (tmp_path / "capacity.csv").exists()
 
 
@@ -196,7 +196,7 @@ def test_command_in_two_processes(monkeypatch, capsys, tmp_path):
             cli.main()
         out = capsys.readouterr().out
         assert stop.value.code == 0, out
-        assert "holds: all models train" in out
+        assert "all models train" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["associative.csv", "associative.png"]
 
 
@@ -236,7 +236,9 @@ def test_list_names_every_experiment(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert not stop.value.code
     assert all(f"{name}  " in out for name in FOUND)
-    assert out.count("Claim: ") == len(FOUND)
+    assert out.count("Cost: ") == len(FOUND)
+    assert "Every memory with the delta rule answers better than softmax" in out
+    assert "Computed from the results in" in out
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -263,7 +265,7 @@ def test_smoke_of_every_experiment(name, tmp_path):
     again = experiment.plan(name, smoke=True, out=tmp_path)
     assert not again.missing(again.arms)
     module = importlib.import_module(f"fastweights.lab.papers.{name.replace('-', '_')}")
-    assert module.check(again.rows, True)  # rows read from the CSV serve as well
+    assert module.check_smoke(again.rows)  # rows read from the CSV serve as well
 
 
 MODELS = [("elu+1", "sum", "attention", "stable"), ("favor-64", "sum", "attention", "published"),

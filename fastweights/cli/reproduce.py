@@ -11,6 +11,7 @@ from fastweights.core import FastWeightError
 from fastweights.lab import EXPERIMENTS
 
 SHOWN_ROWS = 60
+STYLES = dict(reproduced="green", partly="yellow", opposite="red") | {"not": "red"}
 
 
 def reproduce(
@@ -21,7 +22,11 @@ def reproduce(
         ),
     ] = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="List the experiments, what each claims and what it costs.")
+        bool, typer.Option("--list", help="Print every experiment, its claims, and what the results here say of them.")
+    ] = False,
+    scoreboard: Annotated[
+        bool,
+        typer.Option("--scoreboard", help="Write the claims and verdicts to README.md of the results' folder; run nothing."),
     ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Take tiny sizes, for seconds on one core, to see whether it runs.")
@@ -56,12 +61,15 @@ def reproduce(
     """Run a figure or table of the papers again, with the paper's numbers beside ours.
 
     Results are kept as they come: an interrupted run goes on where it stopped. NAME.csv and NAME.png are the result;
-    the exit code is 1 when the paper's claim did not hold here.
+    the exit code is 1 when a claim of the paper is not reproduced.
 
     For example: `fastweights reproduce overwrite --smoke`
     """
+    if scoreboard:
+        _write_scoreboard(out)
+        return
     if list_ or not names:
-        _list()
+        _list(out)
         return
     need("reproduce", "lab", "torch", "matplotlib")
     wait_without_spinning()
@@ -105,9 +113,9 @@ def _show(outcome: Any, plan: Any, console: Any) -> None:
     if len(rows) > SHOWN_ROWS:
         say(f"{len(rows) - SHOWN_ROWS} more rows in the CSV", "dim")
     for line in outcome.confirmed:
-        say(f"holds: {line}", "green")
+        say(line, "green")
     for line in outcome.failed:
-        say(f"does not hold: {line}", "red")
+        say(line, "red")
     if outcome.missing:
         left = f"{outcome.missing} of {len(plan.arms)} arms are still to run"
         say(f"{left}, so nothing was checked; the same command goes on", "yellow")
@@ -135,16 +143,36 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _list() -> None:
+def _write_scoreboard(out: Path | None) -> None:
+    from fastweights.lab.engine import results, scoreboard
+
+    folder = scoreboard.folder_of_results(out)
+    if not folder.is_dir():
+        raise FastWeightError(f"--out is {folder}; expected a folder of results: there is none")
+    results.write(folder / scoreboard.PAGE, scoreboard.page(folder))
+    print(f"Written to {folder / scoreboard.PAGE}")
+
+
+def _list(out: Path | None) -> None:
+    """Claim by claim: the verdict, ours beside the published, seeds and size, computed from the results."""
     from rich.console import Console
 
-    from fastweights.lab.engine import experiment
+    from fastweights.lab.engine import scoreboard
+    from fastweights.lab.engine.experiment import about, docstring
 
     console = Console()
-    for name in EXPERIMENTS:
-        if text := experiment.docstring(name):
-            console.print(f"[bold]{name}[/bold]  {text.splitlines()[0]}", highlight=False)
-            for heading in ("Paper", "Claim", "Cost"):
-                line = f"  {heading}: {experiment.about(text, heading)}"
-                console.print(line, style="dim", markup=False, highlight=False)
-    console.print("\nFor example: fastweights reproduce overwrite --smoke", highlight=False)
+    say = lambda text, style="": console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    folder = scoreboard.folder_of_results(out)
+    found = scoreboard.entries(folder)
+    for entry in found:
+        say(f"{entry.name}  {entry.title}", "bold")
+        say(f"  Paper: {entry.paper}", "dim")
+        say(f"  Cost: {about(docstring(entry.name), 'Cost')}", "dim")
+        if entry.reason:
+            say(f"  Not judged: {entry.reason}", "yellow")
+        for j in entry.judged:
+            say(f"  {j.verdict}: {j.claim.says}", STYLES[j.verdict])
+            say(f"      ours: {j.ours}; {j.seeds} seed{'s' * (j.seeds > 1)}; {j.size}")
+            say(f"      published: {j.claim.published} ({j.claim.source})", "dim")
+    say(f"\nOf the papers' claims: {scoreboard.counts(found)}. Computed from the results in {folder}.")
+    say("For example: fastweights reproduce overwrite --smoke")

@@ -1,13 +1,20 @@
-"""The lab: every figure and table of the papers, one file and one command each (`fastweights reproduce --list`).
+"""The lab: figures and tables of the papers again, at a size that one GPU does in minutes.
 
-An experiment is a module here with
+`fastweights reproduce --list` says what there is, claim by claim, and what our results say of it; docs/results/README.md
+holds the same. Three floors: papers/ has one file per figure or table, tasks/ what they train (data and models), engine/
+what runs them (processes, results on disk, claims and the scoreboard, figures). A floor imports those after it only.
+
+An experiment is a module of papers/ with
 
     FULL, SMOKE                       settings of `arms`: what the figure needs, and seconds on one core
     arms(**settings) -> list[dict]    independent units of work, each a flat dict that says what it is
     run(arm, *, device, report)       the rows (flat dicts) of one arm; calls report(fraction, text) now and then
     plot(rows, path)                  the figure
-    check(rows, smoke) -> list[str]   the claim as assertions; lines that say what was confirmed
+    CLAIMS                            what the paper says: each a sentence, the published numbers, and a judge of our rows
+    size(rows) -> str                 how large our experiment is, for the scoreboard
+    check_smoke(rows) -> list[str]    assertions on the rows of SMOKE settings; lines that say what was confirmed
     table(rows) -> list[dict]         optional: what to print, ours beside the paper's
+    data(arm) -> tuple[str, ...]      optional: files an arm reads, as patterns below the folder given with --data
     cost(arm) -> float                optional: seconds, about, where processes share a GPU; the longest go first
 
 and a docstring that says the title, Paper:, Claim:, Cost: and Differs:.

@@ -7,6 +7,7 @@ when all is done they become DIR/NAME.csv and DIR/NAME.png.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastweights.lab.engine.claims import check
 from fastweights.lab.engine.experiment import Plan, check_data, plan
 from fastweights.lab.engine.pool import run_all
 from fastweights.lab.engine.results import Row
@@ -34,10 +35,7 @@ def finish(plan: Plan) -> Outcome:
     plan.module.plot(plan.rows, picture)
     outcome.files.append(picture)
     if not outcome.missing:
-        try:
-            outcome.confirmed = plan.module.check(plan.rows, plan.smoke)
-        except AssertionError as error:
-            outcome.failed.append(str(error))
+        outcome.confirmed, outcome.failed = check(plan.module, plan.rows, plan.smoke)
     return outcome
 
 

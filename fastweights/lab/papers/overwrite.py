@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
+from fastweights.lab.engine.claims import Claim, Verdict, held, less
 from fastweights.lab.engine.results import Row, mean_over
 
 # features, rule, norm, form
@@ -140,30 +141,95 @@ def plot(rows: list[Row], path: Path) -> None:
         plotting.key(right, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def check(rows: list[Row], smoke: bool) -> list[str]:
-    at = {
-        f"{value}": {k: v[0] for k, v in mean_over(rows, ("model", "S"), value).items()}
-        for value in ("best", "best_2S")
+def size(rows: list[Row]) -> str:
+    keys = [row["S"] for row in rows]
+    return f"{min(keys)} to {max(keys)} keys, at most {max(row['steps'] for row in rows):,} steps"
+
+
+def _means(rows: list[Row], value: str = "best") -> dict[tuple, float]:
+    return {key: numbers[0] for key, numbers in mean_over(rows, ("model", "S"), value).items()}
+
+
+def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
+    best = _means(rows)
+    inside = {S: loss for (model, S), loss in best.items() if model == "dpfp-2 delta"}
+    beyond = {S: loss for (model, S), loss in best.items() if model == "elu+1 delta" and S >= 100}
+    verdict = held([*(loss < 0.01 for loss in inside.values()), *(loss > 0.05 for loss in beyond.values())])
+    ours = (f"DPFP-2 (256 features) at most {max(inside.values()):.4f} up to {max(inside)} keys; ELU+1 (64) at least "
+            f"{min(beyond.values()):.3f} from {min(beyond)} keys on")  # fmt: skip
+    return verdict, ours
+
+
+def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
+    at = {value: _means(rows, value) for value in ("best", "best_2S")}
+    sizes = sorted({row["S"] for row in rows if row["S"] <= 120})
+    pairs = [(scores["dpfp-1 delta", S], scores["dpfp-1 sum", S]) for scores in at.values() for S in sizes]
+    ours = ", ".join(f"{at['best']['dpfp-1 delta', S]:.4f} against {at['best']['dpfp-1 sum', S]:.3f} at {S} keys"
+                     for S in sizes)  # fmt: skip
+    return less(pairs), ours
+
+
+def _memory_is_worse_than_nothing(rows: list[Row]) -> tuple[Verdict, str]:
+    losses = {S: loss for (_, S), loss in _means(rows).items()}
+    ours = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
+    return held(loss > 0.5 for loss in losses.values()), f"{ours} (answering nothing: 0.5)"
+
+
+def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
+    runs = {
+        model: [r for r in rows if r["model"] == model] for model in ("favor-64 delta", "favor-64 delta, logarithms")
     }
-    sizes = sorted({row["S"] for row in rows})
-    for value, scores in at.items():
-        for S in (S for S in sizes if S <= 120):
-            delta, total = scores["dpfp-1 delta", S], scores["dpfp-1 sum", S]
-            assert delta < total, f"{value} at S = {S}: delta {delta:.4f}, sum {total:.4f}"
-    said = ["DPFP-1: the delta rule is better than the sum rule at every S up to 120, at both lengths"]
-    worst = min(scores for (model, _), scores in at["best"].items() if model == "tanh fwm")
-    assert worst > 0.5, f"tanh fwm reaches {worst:.3f}, better than answering nothing"
-    said.append(f"the Fast Weight Memory baseline never gets below {worst:.2f}; answering nothing scores 0.5")
-    if smoke:
-        return said
-    wide = {S: at["best"]["dpfp-2 delta", S] for S in sizes}
-    assert all(loss < 0.01 for loss in wide.values()), f"dpfp-2 delta fails within its 256 features: {wide}"
-    narrow = {S: at["best"]["elu+1 delta", S] for S in sizes if S >= 100}
-    assert all(loss > 0.05 for loss in narrow.values()), f"elu+1 delta works beyond its 64 features: {narrow}"
-    said.append("delta rule: DPFP-2 retrieves up to S = 200 < 256 features; ELU+1 fails from S = 100 > 64 features")
-    lost = [row for row in rows if row["model"] == "favor-64 delta" and not math.isfinite(row["last"])]
-    kept = [row for row in rows if row["model"] == "favor-64 delta, logarithms" and not math.isfinite(row["last"])]
-    assert lost, "published FAVOR+ with the delta rule did not become NaN"
-    assert not kept, f"FAVOR+ from logarithms became NaN: {kept[:2]}"
-    said.append(f"published FAVOR+ with the delta rule became NaN in {len(lost)} runs, from logarithms in none")
-    return said
+    lost = {model: sum(not math.isfinite(r["last"]) for r in found) for model, found in runs.items()}
+    published_form, logarithms = lost.values()
+    ours = f"NaN in {published_form} of {len(runs['favor-64 delta'])} runs, from logarithms in {logarithms}"
+    return held([published_form > 0, logarithms == 0]), ours
+
+
+def _said(model: str, *sizes: int) -> str:
+    return ", ".join(f"{PUBLISHED[model][S // 20 - 1]:g} at {S} keys" for S in sizes)
+
+
+CLAIMS = (
+    Claim(
+        "delta-overwrites",
+        "When keys are written again and again, the delta rule retrieves the last value as long as "
+        "there are fewer keys than features.",
+        f"DPFP-2 {_said('dpfp-2 delta', 200)}; ELU+1 {_said('elu+1 delta', 100, 200)}",
+        "Figure 3, released logs",
+        _delta_overwrites,
+        dict(model=("dpfp-2 delta", "elu+1 delta")),
+    ),
+    Claim(
+        "sum-cannot",
+        "The sum rule cannot: with DPFP-1 it is worse than the delta rule at every number of keys up to "
+        "120, scored at L = S and at L = 2S.",
+        f"delta {_said('dpfp-1 delta', 20, 60, 100)}; sum {_said('dpfp-1 sum', 20, 60, 100)}",
+        "Figure 3, released logs",
+        _sum_cannot,
+        dict(model=("dpfp-1 delta", "dpfp-1 sum")),
+    ),
+    Claim(
+        "memory-is-worse-than-nothing",
+        "The Fast Weight Memory with tanh is worse than answering nothing.",
+        _said("tanh fwm", 20, 60),
+        "Figure 3, released logs",
+        _memory_is_worse_than_nothing,
+        dict(model="tanh fwm"),
+    ),
+    Claim(
+        "published-favor-breaks",
+        "FAVOR+ as published becomes NaN with the delta rule; from logarithms it does not.",
+        "NaN at the end of every log from 40 keys on",
+        "released logs",
+        _published_favor_breaks,
+        dict(model=("favor-64 delta", "favor-64 delta, logarithms")),
+    ),
+)
+
+
+def check_smoke(rows: list[Row]) -> list[str]:
+    verdict, ours = _sum_cannot(rows)
+    assert verdict == "reproduced", ours
+    worst, said = _memory_is_worse_than_nothing([r for r in rows if r["model"] == "tanh fwm"])
+    assert worst == "reproduced", said
+    return [f"DPFP-1: delta against sum {ours}", f"the Fast Weight Memory: {said}"]
