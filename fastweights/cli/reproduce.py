@@ -26,7 +26,7 @@ def reproduce(
     ] = False,
     scoreboard: Annotated[
         bool,
-        typer.Option("--scoreboard", help="Write the claims and verdicts to README.md of the results' folder; run nothing."),
+        typer.Option("--scoreboard", help="Run nothing; write all verdicts to README.md of the folder of results."),
     ] = False,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Take tiny sizes, for seconds on one core, to see whether it runs.")
