@@ -1,7 +1,7 @@
 """The lab: figures and tables of the papers again, at a size that one GPU does in minutes.
 
 `fastweights reproduce --list` says what there is, claim by claim, and what our results say of it; so does
-docs/results/README.md. Three floors: papers/ has one file per figure or table, tasks/ what they train (data and models),
+docs/results/README.md. Three floors: papers/ has one file per figure or table, tasks/ what they train (data, models),
 engine/ what runs them (processes, results on disk, claims, figures). Each imports its own and later floors only.
 
 An experiment is a module of papers/ with
