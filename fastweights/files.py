@@ -1,47 +1,78 @@
-"""Files that are whole or absent: written under a temporary name, then renamed."""
+"""Files and folders that are whole or absent: written under a temporary name, then renamed."""
 
 import json
 import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from fastweights.core import FastWeightError
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, str]) -> None:
-    """safetensors; what was there before stays until the new file is complete."""
-    whole = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    _replace(path, lambda temporary: save_file(whole, temporary, about))
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write a file or a folder to; it becomes `path` when the block ends without an error.
+
+    What was there before stays until then, and after an error.
+
+    >>> path = Path("notes.txt")
+    >>> with replacing(path) as temporary:
+    ...     written = temporary.write_text("whole")
+    >>> path.read_text()
+    'whole'
+    """
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if temporary.is_file():
+            mask = os.umask(0)  # the only way to learn it
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)  # safetensors makes files that others may not read
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        kept = "; what was there is intact" if path.exists() else ""
+        raise FastWeightError(f"cannot write {path}: {error.strerror or error}{kept}") from None
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, content: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(content)
 
 
 def write_json(path: Path, content: object) -> None:
-    _replace(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def _replace(path: Path, write) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        mask = os.umask(0)  # the only way to learn it
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # safetensors makes files that others may not read
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        kept = "; the file that was there is intact" if path.exists() else ""
-        raise FastWeightError(f"cannot write {path}: {why}{kept}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", about: dict[str, str]) -> None:
+    """A safetensors file with `about` as its metadata."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    whole = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    with replacing(path) as temporary:
+        try:
+            save_file(whole, temporary, about)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
 
 
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
     """The tensors and the metadata of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise FastWeightError(f"{path} does not exist; expected a safetensors file")
     try:
@@ -51,7 +82,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise FastWeightError(f"{path} cannot be read: {error}; expected a complete safetensors file") from None
 
 
-def read_json(path: Path, why: str) -> dict:
+def read_json(path: Path, why: str) -> dict[str, Any]:
+    """The object in a JSON file.  why: what was expected, for the message when there is none."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

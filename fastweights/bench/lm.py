@@ -17,6 +17,7 @@ from fastweights.bench.agree import Disagreement
 from fastweights.bench.qwen import their_model, their_rule
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Call, Timing, interleave
+from fastweights.files import replacing
 from fastweights.lm.evaluation import SEGMENT
 from fastweights.lm.training import Objective, make_optimizer, to_batch
 from fastweights.models.config import Config
@@ -232,5 +233,6 @@ def plot(readings: list[Reading], path: Any) -> bool:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     axes.set_title("Reading a document with all of it remembered (dotted: linear)", loc="left", fontsize=10)
-    figure.savefig(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
     return True

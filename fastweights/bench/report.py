@@ -1,7 +1,5 @@
 """How benchmarks are shown and kept: a progress bar, tables, and one JSON file per machine and commit."""
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -161,11 +159,3 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
 
 def timing_dict(timing: Timing) -> dict[str, float]:
     return timing._asdict()
-
-
-def write(path: Path, content: dict[str, object]) -> None:
-    """JSON, under a temporary name until it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fastweights.cli.options import need, say
 from fastweights.core import FastWeightError
+from fastweights.files import write_json
 
 
 class Rule(StrEnum):
@@ -87,9 +88,7 @@ def _agreeing(steps: float) -> Iterator[Any]:
 
 
 def _write(path: Path, payload: dict[str, Any]) -> None:
-    from fastweights.bench import report
-
-    report.write(path, payload)
+    write_json(path, payload)
     say(f"Written to {path}")
 
 

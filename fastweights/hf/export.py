@@ -1,13 +1,12 @@
 """A run of `fastweights train` as a folder that the ecosystem loads: weights, configuration and tokenizer."""
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastweights.core import FastWeightError
+from fastweights.files import replacing
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.model import FastWeightForCausalLM
 from fastweights.models import run_folder
@@ -25,13 +24,9 @@ def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWe
         raise FastWeightError(f"{target} exists; expected a new or an empty folder: nothing is overwritten")
     source = run_folder.load(run, last=last, device="cpu")
     model = from_language_model(source)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        model.save_pretrained(part)
-        tokenizer_of(source.tokenizer).save_pretrained(part)
-        part.replace(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with replacing(target) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer_of(source.tokenizer).save_pretrained(temporary)
     return model
 
 

@@ -7,8 +7,6 @@ step sees is a function of the seed and the step alone, so a run can go on from 
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from fastweights.core import FastWeightError
+from fastweights.files import replacing
 from fastweights.text import corpus, tokenizer
 from fastweights.text.corpus import SPLITS
 
 VERSION = 1  # of the files below
+INDEX = "index.json"  # where each split's documents begin; a folder that has it is complete
 
 
 def cache_folder() -> Path:
@@ -60,7 +60,7 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
     kind = hashlib.sha256(Path(tokens).read_bytes()).hexdigest() if is_file else tokens
     key = hashlib.sha256(json.dumps([VERSION, corpus.identity(data), kind]).encode()).hexdigest()[:16]
     folder = (cache or cache_folder()) / key
-    if not (folder / "index.json").exists():
+    if not (folder / INDEX).exists():
         _encode(data, tokens, folder)
     return open_folder(folder)
 
@@ -69,24 +69,14 @@ def _encode(data: str, tokens: str, folder: Path) -> None:
     parts = corpus.split(list(corpus.documents(data)), data)
     with_tokens = tokenizer.make(tokens, (d.data for d in parts["train"]))
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix="building-"))
-    except OSError as error:
-        raise FastWeightError(f"cannot write the encoded corpus to {folder}: {error.strerror}") from None
-    try:
-        with_tokens.save(building)
-        index = {}
-        for name in SPLITS:
-            index[name] = _write(building / f"{name}.bin", parts[name], with_tokens)
-        (building / "index.json").write_text(json.dumps(index))
-        if not folder.exists():  # another process may have been quicker
-            building.rename(folder)
-    except OSError as error:
-        raise FastWeightError(
-            f"cannot write the encoded corpus to {folder}: {error.strerror}; nothing was kept"
-        ) from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        with replacing(folder) as temporary:
+            temporary.mkdir()
+            with_tokens.save(temporary)
+            index = {name: _write(temporary / f"{name}.bin", parts[name], with_tokens) for name in SPLITS}
+            (temporary / INDEX).write_text(json.dumps(index))
+    except FastWeightError:
+        if not (folder / INDEX).exists():  # no other process was quicker
+            raise
 
 
 def _write(path: Path, found: Iterable[corpus.Document], with_tokens) -> dict:
@@ -104,7 +94,7 @@ def _write(path: Path, found: Iterable[corpus.Document], with_tokens) -> dict:
 
 def open_folder(folder: Path) -> Corpus:
     splits = {}
-    for name, i in json.loads((folder / "index.json").read_text()).items():
+    for name, i in json.loads((folder / INDEX).read_text()).items():
         path = folder / f"{name}.bin"
         tokens = np.memmap(path, i["dtype"], "r") if path.stat().st_size else np.zeros(0, i["dtype"])
         splits[name] = Split(tokens, np.array(i["at"]), i["names"], np.array(i["bytes"]))

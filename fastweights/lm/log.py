@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fastweights.core import FastWeightError
+from fastweights.files import write_text
 
 
 class Log:
@@ -87,7 +88,7 @@ def _keep_until(path: Path, step: int) -> None:
         lines = [
             line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step
         ]
-        path.write_text("".join(f"{line}\n" for line in lines))
+        write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def _board(run: Path, start: int) -> Any:

@@ -31,7 +31,7 @@ def corpus_of(run: Path) -> data.Corpus:
     """The encoded corpus that a run was trained on."""
     config, about = run_folder.read_config(run)
     encoded = Path(about.get("corpus", ""))
-    if (encoded / "index.json").exists():
+    if (encoded / data.INDEX).exists():
         return data.open_folder(encoded)
     return data.prepare(config.data, config.tokenizer)
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fastweights.files import replacing
 from fastweights.text.scores import EDGES, Score, Text, curve
 
 LABELS = {
@@ -75,7 +76,8 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bo
     axes.set_title(
         f"{len(texts)} held-out documents, {sum(len(t.data) for t in texts):,} bytes", loc="left", fontsize=10
     )
-    figure.savefig(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
     return True
 
 

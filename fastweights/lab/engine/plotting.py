@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fastweights.files import replacing
+
 INK, FAINT, PAPER = "#1f2430", "#d9dde5", "#8a93a5"
 PALETTE = ("#2f6fde", "#e4572e", "#17a398", "#8e5bd0", "#e0a100", "#d6457f", "#4f9d3a", "#7a5c3e", "#3aa6d8", "#5b6472")
 
@@ -40,8 +42,6 @@ def figure(path: Path | str, columns: int = 1, rows: int = 1, *, size: tuple[flo
     import matplotlib
 
     matplotlib.use("Agg")
-    import os
-
     from matplotlib import pyplot
 
     path = Path(path)
@@ -53,9 +53,8 @@ def figure(path: Path | str, columns: int = 1, rows: int = 1, *, size: tuple[flo
                 drawn.suptitle(title, x=0.01, ha="left", fontsize=13.5, fontweight="bold")
             if note:
                 drawn.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color=PAPER)
-            partial = path.with_name(f".{path.stem}.{os.getpid()}.png")
-            drawn.savefig(partial, metadata={"Software": None})
-            os.replace(partial, path)
+            with replacing(path) as temporary:
+                drawn.savefig(temporary, metadata={"Software": None})
         finally:
             pyplot.close(drawn)
 

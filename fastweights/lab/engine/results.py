@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.core import FastWeightError
+from fastweights.files import write_text
 
 Arm = dict[str, Any]
 Row = dict[str, Any]
@@ -60,7 +61,7 @@ class Results:
     def write_csv(self) -> Path:
         """All of it as FOLDER/NAME.csv, which then holds what the lines held."""
         path = self.folder / f"{self.name}.csv"
-        write(path, to_csv(self.done))
+        write_text(path, to_csv(self.done))
         for lines in self.folder.glob(f"{self.name}.*jsonl"):
             lines.unlink()
         return path
@@ -112,18 +113,6 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return text
-
-
-def write(path: Path, text: str) -> None:
-    """Under a temporary name until it is whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    except OSError as error:
-        raise FastWeightError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def mean_over(rows: Iterable[Row], by: tuple[str, ...], value: str) -> dict[tuple, tuple[float, float, float]]:
