@@ -38,8 +38,8 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        kept = "; what was there is intact" if path.exists() else ""
-        raise FastWeightError(f"cannot write {path}: {error.strerror or error}{kept}") from None
+        kept = "what was there is intact" if path.exists() else "nothing was kept"
+        raise FastWeightError(f"cannot write {path}: {error.strerror or error}; {kept}") from None
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
