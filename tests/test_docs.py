@@ -116,6 +116,19 @@ def test_readme_check_can_fail():
             assert_says("recall 98% after training", line)
 
 
+def broken_links(path):
+    """Links of a Markdown file to files that are not there."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", path.read_text())
+    return [link for link in links if "://" not in link and not (path.parent / link).exists()]
+
+
+def test_links_lead_somewhere(tmp_path):
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert {str(p): links for p in pages if (links := broken_links(p))} == {}
+    (tmp_path / "page.md").write_text("[a](page.md) [b](none.md#top) [c](https://example.org/x)")
+    assert broken_links(tmp_path / "page.md") == ["none.md"]
+
+
 def test_readme_tree_is_the_tree():
     tree = re.search(r"```\nfastweights/\n(.*?)```", README, re.S).group(1)
     listed = set(re.findall(r"^  (\S+)", tree, re.M))

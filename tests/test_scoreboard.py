@@ -55,6 +55,14 @@ def test_every_claim_is_judged(name):
         assert not rows or not j.claim.where  # a claim is about some rows only
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_a_page(name):
+    text = (RESULTS / f"{name}.md").read_text()
+    assert f"[Claim by claim](README.md#{name})" in text
+    assert "## How it was measured" in text
+    assert f"[What was found]({name}.md)" in (RESULTS / scoreboard.PAGE).read_text()
+
+
 def test_results_that_are_not_there_are_said_to_be_missing(tmp_path, monkeypatch, capsys):
     found = scoreboard.entry("recall", tmp_path)
     assert not found.judged

@@ -14,9 +14,9 @@ PAGE = "README.md"  # of a folder of results
 MEANING = dict(
     reproduced="our numbers say the same",
     partly="they do for some of the models, sizes or corpora that were tried",
+    **{"not": "they do not show it"},
     opposite="they say the contrary everywhere",
 )
-MEANING["not"] = "they do not show it"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,15 @@ def _count_line(e: Entry) -> str:
     return f"| [{e.name}](#{e.name}) | " + " | ".join(str(count[verdict] or "") for verdict in VERDICTS) + " |"
 
 
+def _pages(folder: Path) -> list[str]:
+    """The other pages of the folder by their titles: what was measured besides the papers' claims comes first."""
+    titles = {p.name: p.read_text().partition("\n")[0].lstrip("# ") for p in sorted(folder.glob("*.md"))}
+    titles.pop(PAGE, None)
+    experiments = [f"{name}.md" for name in EXPERIMENTS if f"{name}.md" in titles]
+    order = [*(name for name in titles if name not in experiments), *experiments]
+    return ["Pages:", "", *(f"- [{titles[name]}]({name})" for name in order), ""] if order else []
+
+
 def page(folder: Path) -> str:
     """The scoreboard as a page of Markdown, the first of a folder of results."""
     found = entries(folder)
@@ -88,10 +97,12 @@ def page(folder: Path) -> str:
         "|---|" + "---|" * len(VERDICTS),
         *(_count_line(e) for e in found),
         "",
+        *_pages(folder),
     ]
     for e in found:
         picture = f" ([figure]({e.name}.png), [CSV]({e.name}.csv))" if not e.reason else ""
-        lines += [f"## {e.name}", "", f"{e.title} `fastweights reproduce {e.name}`{picture}. {e.paper}", ""]
+        more = f" [What was found]({e.name}.md)." if (folder / f"{e.name}.md").exists() else ""
+        lines += [f"## {e.name}", "", f"{e.title} `fastweights reproduce {e.name}`{picture}. {e.paper}{more}", ""]
         if e.reason:
             lines += [f"Not judged: {e.reason}.", ""]
             continue
