@@ -144,12 +144,13 @@ def _cell(value: Any) -> str:
 
 
 def _write_scoreboard(out: Path | None) -> None:
-    from fastweights.lab.engine import results, scoreboard
+    from fastweights import files
+    from fastweights.lab.engine import scoreboard
 
     folder = scoreboard.folder_of_results(out)
     if not folder.is_dir():
         raise FastWeightError(f"--out is {folder}; expected a folder of results: there is none")
-    results.write(folder / scoreboard.PAGE, scoreboard.page(folder))
+    files.write_text(folder / scoreboard.PAGE, scoreboard.page(folder))
     print(f"Written to {folder / scoreboard.PAGE}")
 
 
