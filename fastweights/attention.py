@@ -7,7 +7,6 @@ width, W convolution width, N packed sequences.
 
 from typing import Any, NamedTuple
 
-from fastweights.attention_config import NORMS
 from fastweights.core import FastWeightError, dtype_name
 from fastweights.features import EPS, unit
 
@@ -27,33 +26,39 @@ class AttentionState(NamedTuple):
     conv: Any = None
 
 
-def forward(config, ops, p, x, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):
-    """(y, state) for x (B, T, D).  p: the parameters named in `config.shapes`, and `projection` for FAVOR+."""
-    xp, nn = ops.xp, ops.nn
+def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):
+    """(y, state) for x (B, T, D).
+
+    layer: has what `config.shapes` names as attributes, in_proj and out_proj as functions of x, the rest as arrays, and
+    `projection`, FAVOR+'s directions or None.
+    """
+    xp, nn, heads = ops.xp, ops.nn, config.heads
     check_input(config, x, state, mask)
     memory, z, conv = (None, None, None) if state is None else state
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
         x = xp.where(mask[..., None], x, xp.zeros_like(x))
-    projected = ops.matmul(x, p["in_proj"])
-    widths = config.sections
-    qkv, gate, raw_beta, raw_decay = ops.split(
-        projected, [config.channels, widths["gate"], widths["beta"], widths["decay"]]
-    )
+    parts = list(ops.split(layer.in_proj(x), config.cuts))
     if config.conv:
-        qkv, conv = convolve(ops, p["conv"], qkv, conv, cu_seqlens, mask)
-    q, k, v = ops.split(qkv, [widths["q"], widths["k"], widths["v"]])
-    q, k, v = _heads(ops, q, config.groups), _heads(ops, k, config.groups), _heads(ops, v, config.heads)
+        qkv, conv = convolve(ops, layer.conv, parts[0], conv, cu_seqlens, mask)
+        parts[:1] = ops.split(qkv, config.qkv)
+    B, T = ops.shape(x)[:2]
+    q, k = (xp.reshape(x, (B, T, config.groups, config.key_width)) for x in parts[:2])
+    v = xp.reshape(parts[2], (B, T, heads, config.value_width))
     v = nn.silu(v) if config.conv else v
-    how = dict(cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
-    how["log_decay"] = log_decay = _log_decay(config, ops, p, raw_decay, v)
-    beta = config.beta_max * nn.sigmoid(ops.wide(raw_beta)) if config.has_beta else None
-    o, memory, z = mix(config, ops, q, k, v, beta, log_decay, memory, z, p.get("projection"), how)
+    gate = parts[3] if config.gate else None
+    beta = log_decay = None
+    if config.has_beta:
+        beta = nn.sigmoid(ops.wide(parts[3 + config.gate]))
+        beta = beta if config.beta_max == 1.0 else config.beta_max * beta
+    if config.decay is not None:
+        log_decay = _log_decay(config, ops, layer, parts[-1], v)
+    how = dict(log_decay=log_decay, cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
+    o, memory, z = mix(config, ops, q, k, v, beta, memory, z, layer.projection, how)
     if config.out_norm:
-        o = ops.cast(_rms_norm(ops, ops.wide(o), ops.wide(p["out_norm"])), o)
-    if config.gate:
-        o = o * nn.silu(_heads(ops, gate, config.heads))
-    B, T = ops.shape(o)[:2]
-    y = ops.matmul(xp.reshape(o, (B, T, config.heads * config.value_width)), p["out_proj"])
+        o = _rms_norm(ops, o, layer.out_norm)
+    if gate is not None:
+        o = o * nn.silu(xp.reshape(gate, (B, T, heads, config.value_width)))
+    y = layer.out_proj(xp.reshape(o, (B, T, heads * config.value_width)))
     return y, AttentionState(memory, z, conv)
 
 
@@ -72,17 +77,18 @@ def check_input(config, x, state, mask):
                               "True for a real token, False for padding")  # fmt: skip
 
 
-def mix(config, ops, q, k, v, beta, log_decay, memory, z, projection, how):
-    """Features, normalisation and the memory: (o, memory, z) for q, k (B, T, groups, K) and v (B, T, H, V)."""
-    xp = ops.xp
-    norm, attention = NORMS[config.norm]
-    once = not attention or config.rule == "sum"  # one memory alone sees the features
-    if once and projection is None and config.norm != "nlms" and config.groups == config.heads:
-        how = how | dict(features=config.features, norm=norm)
+def mix(config, ops, q, k, v, beta, memory, z, projection, how):
+    """Features, normalisation and the memory: (o, memory, z) for q, k (B, T, groups, K) and v (B, T, H, V).
+
+    how: the other arguments of `fast_weight`, log_decay among them.
+    """
+    xp, attention, log_decay = ops.xp, config.attention_norm, how["log_decay"]
+    if config.maps_inside:
+        how = how | dict(features=config.features, norm=config.feature_norm)
     else:
-        of_q = "max" if attention and projection is not None else norm  # a factor of q cancels in o / (z . q)
+        of_q = "max" if attention and projection is not None else config.feature_norm  # its factor cancels: o / (z . q)
         q = ops.feature_map(q, config.features, norm=of_q, projection=projection)
-        k = ops.feature_map(k, config.features, norm=norm, projection=projection)
+        k = ops.feature_map(k, config.features, norm=config.feature_norm, projection=projection)
     if config.groups != config.heads:
         q, k = (ops.repeat(x, config.heads // config.groups, 2) for x in (q, k))
     if config.norm == "nlms":
@@ -117,13 +123,14 @@ def convolve(ops, weight, x, state, cu_seqlens, mask):
     W, channels = weight.shape
     B, T = ops.shape(x)[:2]
     N = B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1
+    own = getattr(ops.nn, "convolve", None)  # a framework may bring its own
+    if cu_seqlens is None and mask is None and own is not None:
+        return own(x, weight, state)
     if state is None:
         state = ops.zeros((N, W - 1, channels), x)
     if cu_seqlens is None and mask is None:
         history = xp.concatenate([state, x], 1)
-        own = getattr(ops.nn, "depthwise", None)  # a framework may bring its own
-        y = sum(weight[j] * history[:, j : j + T] for j in range(W)) if own is None else own(history, weight)
-        return y, history[:, T:]
+        return sum(weight[j] * history[:, j : j + T] for j in range(W)), history[:, T:]
     if cu_seqlens is None:
         index, last = _padded_index(ops, mask, T, W)
     else:
@@ -173,26 +180,21 @@ def _gather(ops, x, index):
     return ops.take(x, index[..., None], 1)
 
 
-def _log_decay(config, ops, p, raw, like):
-    """log a (B, T, H): learned from the token, fixed per head, or None."""
+def _log_decay(config, ops, layer, raw, like):
+    """log a (B, T, H): learned from the token, or fixed per head."""
     if config.decay == "learned":
-        rate = ops.nn.softplus(ops.wide(raw) + ops.wide(p["decay_bias"]))
-        return -ops.xp.exp(ops.wide(p["decay_log"])) * rate
-    if config.fixed_decay is None:
-        return None
+        rate = ops.nn.softplus(ops.wide(raw) + ops.wide(layer.decay_bias))
+        return -ops.xp.exp(ops.wide(layer.decay_log)) * rate
     return ops.xp.zeros_like(ops.wide(like[..., 0])) + ops.array(config.fixed_decay, like)
 
 
-def _heads(ops, x, heads):
-    """(B, T, H * width) -> (B, T, H, width)."""
-    B, T = ops.shape(x)[:2]
-    return ops.xp.reshape(x, (B, T, heads, x.shape[-1] // heads))
-
-
 def _rms_norm(ops, x, weight):
-    """x / sqrt(mean x^2 + eps) * weight, as a vector of unit length times sqrt(width)."""
+    """x / sqrt(mean x^2 + eps) * weight, as a vector of unit length times sqrt(width); torch brings its own."""
+    own = getattr(ops.nn, "rms_norm", None)
+    if own is not None:
+        return own(x, weight, NORM_EPS)
     width = x.shape[-1]
-    return unit(x, width * NORM_EPS, ops.xp, ops.nn) * (weight * width**0.5)
+    return ops.cast(unit(ops.wide(x), width * NORM_EPS, ops.xp, ops.nn) * (ops.wide(weight) * width**0.5), x)
 
 
 def _present(xp, x, empty=DIVISION_EPS):

@@ -2,41 +2,51 @@
 
 import math
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fastweights import features
 from fastweights.core import RULES, FastWeightError
 
-# name -> (normalisation of the features, attention norm)
-NORMS = {
-    "none": ("none", False),
-    "sum": ("sum", False),
-    "l2": ("l2", False),
+# The one vocabulary of `norm`: what is done to the features, and what the layer does beside it.
+# name -> (norm of the features, whether outputs are divided by what the normaliser z answers)
+NORMS = {name: (name, False) for name in features.NORMS} | {
     "attention": ("none", True),
     "sum+attention": ("sum", True),
-    "hellinger": ("hellinger", False),
     "nlms": ("none", False),
 }
 
+# Published models. Whoever builds them (layers, language models, experiments) takes them from here, by these names.
 PRESETS: dict[str, dict[str, Any]] = {
     "linear-transformer": dict(rule="sum", features="elu+1", norm="attention", out_norm=False),
     "performer": dict(rule="sum", features="favor-64", norm="attention", out_norm=False),
+    "dpfp-sum": dict(rule="sum", features="dpfp-3", norm="attention", out_norm=False),
+    "elu-delta": dict(rule="delta", features="elu+1", norm="sum", out_norm=False),
+    "performer-delta": dict(rule="delta", features="favor-64", norm="sum", out_norm=False),
     "delta-network": dict(rule="delta", features="dpfp-3", norm="sum", out_norm=False),
     "delta-attention-norm": dict(rule="delta", features="dpfp-3", norm="sum+attention", out_norm=False),
     "deltanet": dict(rule="delta", features="silu", norm="l2", conv=4),
     "gated-deltanet": dict(rule="delta", features="silu", norm="l2", conv=4, decay="learned", gate=True),
     "retnet": dict(rule="sum", features="identity", norm="none", decay="retnet", gate=True),
 }
+# Shorter names of the same
+ALIASES = {
+    "linear": "linear-transformer",
+    "dpfp-delta": "delta-network",
+    "delta": "deltanet",
+    "gated-delta": "gated-deltanet",
+}
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Everything a FastWeightAttention layer is, but its weights."""
+    """Everything a FastWeightAttention layer is, but its weights. What follows from it is worked out once."""
 
     dim: int
     heads: int
-    features: str = "silu"
+    features: str | Callable[[Any], Any] = "silu"
     rule: str = "delta"
     norm: str = "l2"
     key_dim: int | None = None
@@ -68,44 +78,63 @@ class AttentionConfig:
                                   "rule's memory grows")  # fmt: skip
         if self.conv < 0 or self.conv == 1:
             raise FastWeightError(f"conv is {self.conv}; expected 0 for none, or a width of at least 2 tokens")
-        features.parse(self.features).width(self.key_width)
-        self.fixed_decay  # noqa: B018 - its checks
+        for name in DERIVED:
+            getattr(self, name)  # once, with its checks
         self._warn()
 
     def _warn(self):
-        phi = features.parse(self.features).kind
         if self.rule == "delta" and self.norm == "none":
             warn_once(
                 'rule="delta" with norm="none": a write multiplies the memory by I - beta k k^T, which grows it '
                 'whenever beta |k|^2 > 2; expect the memory to diverge. norm="l2" or "sum" bounds it.'
             )
-        if NORMS[self.norm][1] and phi in ("identity", "silu"):
+        if self.attention_norm and self.phi.kind in ("identity", "silu"):
             warn_once(
                 f'norm={self.norm!r} with features={self.features!r}: features of both signs let the normaliser z . q '
                 'pass through zero, where the output is unbounded; use "relu", "elu+1", "dpfp-NU" or "favor-M".'
             )  # fmt: skip
 
-    @property
+    @cached_property
+    def phi(self):
+        """The feature map."""
+        return features.parse(self.features)
+
+    @cached_property
+    def feature_norm(self):
+        return NORMS[self.norm][0]
+
+    @cached_property
+    def attention_norm(self):
+        """Whether outputs are divided by what the normaliser z answers."""
+        return NORMS[self.norm][1]
+
+    @cached_property
+    def maps_inside(self):
+        """Whether `fast_weight` may map q and k itself: nothing else sees the features."""
+        alone = not self.attention_norm or self.rule == "sum"
+        return alone and not self.phi.random and self.norm != "nlms" and self.groups == self.heads
+
+    @cached_property
     def key_width(self):
         return self.key_dim or self.dim // self.heads
 
-    @property
+    @cached_property
     def value_width(self):
         return self.value_dim or self.dim // self.heads
 
-    @property
+    @cached_property
     def feature_width(self):
-        return features.parse(self.features).width(self.key_width)
+        return self.phi.width(self.key_width)
 
-    @property
+    @cached_property
     def groups(self):
         return self.key_heads or self.heads
 
-    @property
+    @cached_property
     def has_beta(self):
         return self.rule == "delta" if self.beta is None else self.beta
 
-    @property
+    @cached_property
     def fixed_decay(self):
         """log a per head, when it is not learned."""
         if self.decay in (None, "learned"):
@@ -121,25 +150,36 @@ class AttentionConfig:
                                   f"or one for each of {self.heads} heads: the share kept per token")  # fmt: skip
         return tuple(math.log(a) for a in rates)
 
-    @property
+    @cached_property
+    def qkv(self):
+        """Widths of q, k and v."""
+        keys = self.groups * self.key_width
+        return [keys, keys, self.heads * self.value_width]
+
+    @cached_property
     def channels(self):
         """Width of q, k and v together, which the convolution sees."""
-        return 2 * self.groups * self.key_width + self.heads * self.value_width
+        return sum(self.qkv)
 
-    @property
+    @cached_property
     def sections(self):
-        """Parts of the input projection, in order, with their widths; q, k, v first."""
-        keys, values = self.groups * self.key_width, self.heads * self.value_width
-        return dict(
-            q=keys,
-            k=keys,
-            v=values,
-            gate=values * self.gate,
-            beta=self.heads * self.has_beta,
-            decay=self.heads * (self.decay == "learned"),
-        )
+        """Parts of the input projection that are there, in order, with their widths; q, k, v first."""
+        widths = dict(zip("qkv", self.qkv, strict=True))
+        if self.gate:
+            widths["gate"] = self.heads * self.value_width
+        if self.has_beta:
+            widths["beta"] = self.heads
+        if self.decay == "learned":
+            widths["decay"] = self.heads
+        return widths
 
-    @property
+    @cached_property
+    def cuts(self):
+        """How the input projection is cut: q, k and v, together where they are convolved, and the rest."""
+        widths = list(self.sections.values())
+        return [self.channels, *widths[3:]] if self.conv else widths
+
+    @cached_property
     def shapes(self):
         """Shapes of all parameters, by the name they have in every framework; matrices are (in, out)."""
         shapes = dict(in_proj=(self.dim, sum(self.sections.values())))
@@ -152,7 +192,7 @@ class AttentionConfig:
         return shapes | dict(out_proj=(self.heads * self.value_width, self.dim))
 
     def initial(self, rng):
-        """Initial parameters as NumPy float64, from a NumPy generator: the same in every framework."""
+        """Initial parameters as NumPy float64, from a NumPy generator."""
         import numpy as np
 
         return {name: self.initial_value(name, rng.uniform, np) for name in self.shapes}
@@ -170,21 +210,26 @@ class AttentionConfig:
 
     def projection(self, draw=0):
         """FAVOR+'s directions (M, K) as NumPy, the same for the same seed and draw; None for other features."""
-        phi = features.parse(self.features)
-        return features.favor_projection(phi.size, self.key_width, [self.seed, draw]) if phi.random else None
+        return features.favor_projection(self.phi.size, self.key_width, [self.seed, draw]) if self.phi.random else None
 
     def describe(self):
         """The arguments that differ from the defaults, as they would be typed."""
         shown = ("features", "rule", "norm")
         changed = {n for n, f in self.__dataclass_fields__.items() if getattr(self, n) != f.default} - {"dim", "heads"}
-        return ", ".join(f"{n}={v!r}" for n, v in asdict(self).items() if n in shown or n in changed)
+        values = {n: getattr(self, n) for n in self.__dataclass_fields__} | {"features": self.phi.name}
+        return ", ".join(f"{n}={v!r}" for n, v in values.items() if n in shown or n in changed)
 
 
-def preset_arguments(name, changes):
+# Worked out when a config is made, so that a call finds them as plain attributes
+DERIVED = [name for name, x in vars(AttentionConfig).items() if isinstance(x, cached_property)]
+
+
+def preset_arguments(name, changes=None):
     """The arguments of a published model's layer, some of them changed."""
-    if name not in PRESETS:
-        raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
-    return PRESETS[name] | changes
+    full = ALIASES.get(name, name)
+    if full not in PRESETS:
+        raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, (*PRESETS, *ALIASES)))}")
+    return PRESETS[full] | (changes or {})
 
 
 def check_parameters(arrays, shapes):

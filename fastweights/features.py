@@ -8,6 +8,9 @@
     dpfp-NU      products of [relu(x), relu(-x)] with itself rolled by 1..NU (Schlag 2021) 2 d NU
     favor-M      positive random features of the softmax kernel, M directions
                  (FAVOR+, Choromanski 2021)                                                2 M
+    a function   of arrays of the framework, (..., d) -> (..., width)        its `width`, or d
+
+A user's function keeps the width d unless it has an attribute `width`, a number or a function of d.
 
 `xp` is the array namespace (numpy's spelling), `nn` where `silu` lives: (torch, fastweights.torch.hand_gradients),
 (jax.numpy, jax.nn), (keras.ops, keras.ops). Inputs are float32 or wider: the frameworks cast around the call, so
@@ -15,7 +18,8 @@ that bfloat16 loses nothing but the rounding of its input and output.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from fastweights.core import FastWeightError
 
@@ -31,9 +35,12 @@ class FeatureMap(NamedTuple):
 
     kind: str
     size: int = 0
+    function: Callable[[Any], Any] | None = None  # a user's own
 
     @property
     def name(self):
+        if self.function is not None:
+            return getattr(self.function, "__name__", type(self.function).__name__)
         return f"{self.kind}-{self.size}" if self.size else self.kind
 
     @property
@@ -46,25 +53,42 @@ class FeatureMap(NamedTuple):
         if self.kind == "dpfp" and self.size > 2 * d - 1:
             raise FastWeightError(f"features is {self.name!r} for width {d}; expected NU of at most 2 * {d} - 1: "
                                   "rolling further repeats a product")  # fmt: skip
+        if self.function is not None:
+            said = getattr(self.function, "width", d)
+            return int(said(d) if callable(said) else said)
         return {"dpfp": 2 * d * self.size, "favor": 2 * self.size}.get(self.kind, d)
 
     def apply(self, x, xp, nn, *, norm="none", projection=None):
         """phi(x), normalised, for x (..., d) -> (..., width(d)).  projection: (M, d), for favor alone."""
         if norm not in NORMS:
-            raise FastWeightError(f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}")
+            raise FastWeightError(f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}: a norm of "
+                                  "features ('attention' and 'nlms' are norms of the layer)")  # fmt: skip
         if (projection is not None) != self.random:
             raise FastWeightError(f"projection is {'missing' if self.random else 'given'} for features {self.name!r}; "
                                   "expected a (M, d) projection for favor-M and none otherwise")  # fmt: skip
+        if self.function is not None:
+            return normalise(self._own(x), norm, xp, nn)
         if self.kind == "favor":
             return normalise(_favor(x, projection, xp, rescale=norm != "none"), norm, xp, nn, positive=True)
         phi = {"identity": _identity, "relu": _relu, "silu": _silu, "elu+1": _elu_plus_one, "dpfp": _dpfp}[self.kind]
         return normalise(phi(x, xp, nn, self.size), norm, xp, nn, positive=self.kind not in ("identity", "silu"))
 
+    def _own(self, x):
+        """The user's function of x, whose width is what it says."""
+        phi, width = self.function(x), self.width(x.shape[-1])
+        if len(phi.shape) != len(x.shape) or phi.shape[-1] != width:
+            raise FastWeightError(f"features {self.name!r} made {tuple(phi.shape)} of {tuple(x.shape)}; expected a "
+                                  f"last axis of {width}: give the function an attribute `width`, a number or a "
+                                  "function of the width it is given")  # fmt: skip
+        return phi
+
 
 def parse(name):
-    """The FeatureMap that `name` stands for; a FeatureMap is returned as it is."""
+    """The FeatureMap that `name` stands for; a FeatureMap is returned as it is, a function becomes one."""
     if isinstance(name, FeatureMap):
         return name
+    if callable(name):
+        return FeatureMap("function", 0, name)
     kind, _, size = str(name).rpartition("-")
     if name in PLAIN:
         return FeatureMap(name)
@@ -72,7 +96,7 @@ def parse(name):
         return FeatureMap(kind, int(size))
     raise FastWeightError(
         f"features is {name!r}; expected {', '.join(map(repr, PLAIN))}, 'dpfp-NU' (such as 'dpfp-3') "
-        "or 'favor-M' (such as 'favor-64')"
+        "'favor-M' (such as 'favor-64') or a function"
     )
 
 

@@ -7,7 +7,9 @@ FastWeightRNN (Ba et al. 2016), memory A decaying by `decay` and learning at `ra
 
 FastWeightProgrammer (Schmidhuber 1992), a slow network that writes the weights of a fast one:
 
-    W_t = sigma(W_{t-1} + a_t (x) b_t),    y_t = W_t x'_t,    with a_t, b_t, x'_t linear in x_t
+    W_t = sigma(W_{t-1} + a_t (x) b_t),    y_t = W_t x_t,    with a_t, b_t linear in x_t
+
+With a width of its own the fast network reads y_t = W_t x'_t, x'_t of that width and linear in x_t as well.
 """
 
 from typing import Any, NamedTuple
@@ -40,6 +42,11 @@ def layer_norm(x, weight, bias, xp):
     n = x.shape[-1]
     x = x - (xp.sum(x, -1) / n)[..., None]  # keras.ops.mean loses float64 on JAX
     return x / xp.sqrt(xp.sum(x * x, -1) / n + LAYER_NORM_EPS)[..., None] * weight + bias
+
+
+def programmer_widths(inputs, outputs, width):
+    """Widths of what the slow network makes of x: a, b, and x' where the fast network does not read x itself."""
+    return [outputs, inputs] if width is None else [outputs, width, width]
 
 
 def check_activation(name, extra=()):

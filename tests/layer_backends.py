@@ -52,7 +52,11 @@ class Torch:
         grads = self.torch.autograd.grad(loss, [*of, *weights], allow_unused=True)
         grads = [self.torch.zeros_like(a) if g is None else g for a, g in zip([*of, *weights], grads, strict=True)]
         found = [None if a is None else a.detach().numpy() for a in outputs]
-        return found, {n: g.numpy() for n, g in zip([*range(len(of)), *names], grads, strict=True)}
+        named = dict(zip([*range(len(of)), *names], grads, strict=True))
+        for name in ("in_proj", "out_proj", "slow"):  # nn.Linear holds (out, in)
+            if f"{name}.weight" in named:
+                named[name] = named.pop(f"{name}.weight").mT
+        return found, {n: g.numpy() for n, g in named.items()}
 
 
 def with_gradients(jax, call, arguments, cotangents):

@@ -68,9 +68,17 @@ def test_streaming_equals_one_pass(rule, features, norm):
 
 @pytest.mark.parametrize(("rule", "features", "norm"), GRID)
 def test_gradients_of_the_whole_grid(rule, features, norm):
-    """With respect to the input, every parameter and the carried state. ReLU's kinks are kept at a distance."""
+    """With respect to the input, every parameter and the carried state. ReLU's kinks are kept at a distance.
+
+    So is a normaliser of zero, which features that have nothing in common give: all keys are positive there.
+    """
     layer = make(rule, features, norm, dim=4, **EVERYTHING | {"key_dim": 2, "value_dim": 2})
     x = tokens(1, 5, 4)
+    if layer.config.attention_norm:
+        x = x.abs()
+        with torch.no_grad():
+            for weight in (layer.in_proj.weight, layer.conv):
+                weight.abs_()
     _, state = layer(tokens(1, 3, 4).abs())
     inputs = [x, *(s.detach() for s in state if s is not None), *(p.detach() for p in layer.parameters())]
     names = [n for n, _ in layer.named_parameters()]
@@ -135,7 +143,7 @@ def test_delta_with_attention_norm_is_equations_26_to_28():
     layer = make("delta", "elu+1", "attention", heads=1, out_norm=False)
     x = tokens(1, 12)
     width = layer.config.key_width
-    q, k, v, beta = (x[0] @ layer.in_proj).split([width, width, width, 1], -1)
+    q, k, v, beta = (x[0] @ layer.in_proj.weight.mT).split([width, width, width, 1], -1)
     q, k = feature_map(q, "elu+1"), feature_map(k, "elu+1")
     W, z, outputs = torch.zeros(width, width, dtype=x.dtype), torch.zeros(width, dtype=x.dtype), []
     for i in range(12):
@@ -144,7 +152,7 @@ def test_delta_with_attention_norm_is_equations_26_to_28():
         z = z + k[i]
         outputs.append(W @ q[i] / (z @ q[i]))
     y, state = layer(x)
-    assert_close(y[0].detach().numpy(), (torch.stack(outputs) @ layer.out_proj).detach().numpy())
+    assert_close(y[0].detach().numpy(), (torch.stack(outputs) @ layer.out_proj.weight.mT).detach().numpy())
     assert_close(state.memory[0, 0].detach().numpy(), W.T.detach().numpy())
     assert_close(state.z[0, 0].detach().numpy(), z.detach().numpy())
 
@@ -152,11 +160,11 @@ def test_delta_with_attention_norm_is_equations_26_to_28():
 def test_sum_with_attention_norm_is_the_linear_transformer():
     layer = FastWeightAttention.preset("linear-transformer", dim=6, heads=2, dtype=torch.float64)
     x = tokens()
-    q, k, v = (x @ layer.in_proj).unflatten(-1, (3, 2, 3)).unbind(2)
+    q, k, v = (x @ layer.in_proj.weight.mT).unflatten(-1, (3, 2, 3)).unbind(2)
     q, k = (torch.nn.functional.elu(a) + 1 for a in (q, k))
     scores = torch.einsum("bthk,bshk->bhts", q, k).tril()
     weights = scores / scores.sum(-1, keepdim=True)
-    want = torch.einsum("bhts,bshv->bthv", weights, v).flatten(2) @ layer.out_proj
+    want = torch.einsum("bhts,bshv->bthv", weights, v).flatten(2) @ layer.out_proj.weight.mT
     assert_close(layer(x)[0].detach().numpy(), want.detach().numpy())
 
 
@@ -169,7 +177,7 @@ def test_nlms_overwrites_whatever_the_length_of_the_key():
     k, v = 10 * torch.randn(1, 8, 1, 6, dtype=torch.float64), torch.randn(1, 8, 1, 6, dtype=torch.float64)
     beta = torch.ones(1, 8, 1, dtype=torch.float64)
     how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=None, log_decay=None)
-    o, _, _ = mix(config, OPS, k, k, v, beta, None, None, None, None, how)
+    o, _, _ = mix(config, OPS, k, k, v, beta, None, None, None, how)
     assert_close(o.numpy(), v.numpy())
 
 
@@ -185,13 +193,13 @@ def test_negative_eigenvalues_flip_what_is_stored():
     """beta up to 2: a repeated key with value 0 turns the memory along it to its negative at rate 2."""
     layer = make(beta_max=2.0)
     with torch.no_grad():
-        layer.in_proj[:, -2:] = 0
-        layer.in_proj[0, -2:] = 1e3  # the rate is 2 for tokens whose first number is large
-        layer.in_proj[:, 12:18] = 0  # values are 0
+        layer.in_proj.weight[-2:] = 0
+        layer.in_proj.weight[-2:, 0] = 1e3  # the rate is 2 for tokens whose first number is large
+        layer.in_proj.weight[12:18] = 0  # values are 0
         x = tokens(1, 1).abs()
         _, state = layer(x, AttentionState(torch.randn(1, 2, 3, 3, dtype=x.dtype)))
         _, after = layer(x, state)
-        k = feature_map((x @ layer.in_proj)[..., 6:12].unflatten(-1, (2, 3)), "silu", norm="l2")[0, 0]
+        k = feature_map((x @ layer.in_proj.weight.mT)[..., 6:12].unflatten(-1, (2, 3)), "silu", norm="l2")[0, 0]
     assert_close(torch.einsum("hk,hkv->hv", k, after.memory[0]).numpy(),
                  -torch.einsum("hk,hkv->hv", k, state.memory[0]).numpy(), 1e-9)  # fmt: skip
 
@@ -217,6 +225,7 @@ def test_favor_is_redrawn_in_training_only():
 def test_presets_compile_without_a_graph_break(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2).double()
     x = torch.randn(2, 20, 8, dtype=torch.float64)
+    torch.compiler.reset()  # it compiles one function for few layers
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     got, want = compiled(x)[0], layer(x)[0]
     torch.testing.assert_close(got, want)
@@ -297,8 +306,8 @@ def test_init_state_is_what_none_stands_for():
 
 def test_repr_says_what_differs_from_the_defaults():
     layer = FastWeightAttention.preset("gated-deltanet", dim=64, heads=4)
-    assert repr(layer) == ("FastWeightAttention(64, heads=4, features='silu', rule='delta', norm='l2', "
-                           "decay='learned', conv=4, gate=True)")  # fmt: skip
+    assert layer.extra_repr() == ("64, heads=4, features='silu', rule='delta', norm='l2', decay='learned', conv=4, "
+                                  "gate=True")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -306,7 +315,7 @@ def test_repr_says_what_differs_from_the_defaults():
     [
         (dict(dim=10, heads=3), "dim is 10 with heads=3; expected a multiple of heads"),
         (dict(rule="hebb"), "rule is 'hebb'; expected one of 'delta', 'sum'"),
-        (dict(norm="layer"), "norm is 'layer'; expected one of 'none', 'sum', 'l2', 'attention'"),
+        (dict(norm="layer"), "norm is 'layer'; expected one of 'none', 'sum', 'l2', 'max', 'hellinger', 'attention'"),
         (dict(features="cos"), "features is 'cos'; expected 'identity'"),
         (dict(key_heads=3, heads=4), "key_heads is 3; expected a divisor of heads=4"),
         (dict(beta_max=3.0), "beta_max is 3.0; expected above 0 and at most 2"),
@@ -346,3 +355,107 @@ def test_unbounded_combinations_warn_once(monkeypatch):
 
 def test_every_feature_map_is_in_the_grid():
     assert {parse(f).kind for f in FEATURES} == {"identity", "relu", "silu", "elu+1", "dpfp", "favor"}
+
+
+def squares(x):
+    """(..., d) -> (..., 2 d)."""
+    return torch.cat([x.relu(), (-x).relu()], -1) ** 2 + 0.1
+
+
+squares.width = lambda d: 2 * d
+
+
+class Learned(torch.nn.Linear):
+    """A feature map with parameters of its own."""
+
+    width = 5
+
+    def __init__(self):
+        super().__init__(3, 5, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x).exp()
+
+
+@pytest.mark.parametrize("norm", ["none", "sum", "l2", "attention", "sum+attention", "nlms"])
+@pytest.mark.parametrize("rule", RULES)
+def test_features_may_be_a_function(rule, norm):
+    """The same as mapping by hand: streamed, compiled, and with the width that it says."""
+    layer, x = make(rule, squares, norm, conv=2), tokens()
+    y, state = layer(x)
+    assert state.memory.shape == (2, 2, 6, 3)
+    first = layer(x[:, :4])
+    assert_same_state(layer(x[:, 4:], first[1])[1], state)
+    dpfp = make(rule, "identity", norm, conv=2)  # the wrong map gives something else
+    dpfp.load_state_dict(layer.state_dict())
+    assert not torch.allclose(dpfp(x)[0], y)
+    assert "features='squares'" in repr(layer)
+
+
+def test_a_function_with_parameters_belongs_to_the_layer():
+    layer = make(features=Learned())
+    assert "feature_function.weight" in dict(layer.named_parameters())
+    layer(tokens())[0].sum().backward()
+    assert layer.feature_function.weight.grad.abs().sum() > 0
+
+
+def test_a_function_of_another_width_than_it_says():
+    with pytest.raises(FastWeightError, match=r"features 'double' made .*, 6\) of .*, 3\); expected a last axis of 3"):
+
+        def double(x):
+            return torch.cat([x, x], -1)
+
+        make(features=double)(tokens())
+
+
+@pytest.mark.parametrize("name", attention_config.PRESETS)
+def test_construction_on_meta_is_free_and_can_be_filled(name):
+    layer = FastWeightAttention.preset(name, dim=1024, heads=8, device="meta")
+    assert all(x.is_meta for x in layer.state_dict().values())
+    small = FastWeightAttention.preset(name, dim=8, heads=2, device="meta").to_empty(device="cpu")
+    for x in small.state_dict().values():
+        x.fill_(700)
+    small.reset_parameters()
+    assert_initial(small)
+    assert_initial(FastWeightAttention.preset(name, dim=8, heads=2))
+
+
+def assert_initial(layer):
+    """The documented initial values, none of them left out."""
+    weights = {n: x.detach() for n, x in layer.state_dict().items()}
+    for matrix, inputs in (("in_proj.weight", 8), ("out_proj.weight", 8), ("conv", layer.config.conv)):
+        x = weights.pop(matrix, None)
+        assert x is None or 0.5 * inputs**-0.5 < x.abs().max() <= inputs**-0.5, matrix
+    assert weights.pop("draws") == 0
+    if "out_norm" in weights:
+        assert (weights.pop("out_norm") == 1).all()
+    if "decay_log" in weights:
+        assert (weights["decay_log"].exp() >= 1).all()
+        assert (weights.pop("decay_log").exp() <= 16).all()
+        rates = torch.nn.functional.softplus(weights.pop("decay_bias"))
+        assert (rates >= 1e-3 * (1 - 1e-3)).all()
+        assert (rates <= 0.1 * (1 + 1e-3)).all()
+    if "projection" in weights:
+        assert_close(weights.pop("projection").numpy(), layer.config.projection().astype("float32"))
+    assert not weights
+
+
+def test_projections_are_linear_modules():
+    layer = FastWeightAttention.preset("gated-deltanet", dim=8, heads=2)
+    assert {n for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)} == {"in_proj", "out_proj"}
+    assert list(layer.config.sections) == ["q", "k", "v", "gate", "beta", "decay"]
+    assert layer.in_proj.weight.shape == (sum(layer.config.sections.values()), 8)
+    quantised = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
+    x = torch.randn(2, 9, 8)
+    torch.testing.assert_close(quantised(x)[0], layer(x)[0], rtol=0.1, atol=0.1)
+
+
+def test_checkpoints_of_bare_parameters_still_load():
+    layer = make(conv=2)
+    old = layer.state_dict()
+    for name in ("in_proj", "out_proj"):
+        old[name] = old.pop(f"{name}.weight").mT.contiguous()
+    other = make(conv=2)
+    other.load_state_dict(old)
+    x = tokens()
+    assert_same(other(x), layer(x))

@@ -101,8 +101,9 @@ def test_rnn_without_layer_norm(framework, rng):
 
 @pytest.mark.parametrize("activation", ["tanh", "identity", "relu", "sigmoid"])
 def test_programmer(framework, rng, activation):
-    arguments = dict(inputs=3, outputs=4, width=2, activation=activation)
-    compare(framework, rng, "FastWeightProgrammer", arguments, rng.standard_normal((2, 5, 3)), carried=2)
+    for width in (None, 2):
+        arguments = dict(inputs=3, outputs=4, width=width, activation=activation)
+        compare(framework, rng, "FastWeightProgrammer", arguments, rng.standard_normal((2, 5, 3)), carried=2)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -236,4 +237,31 @@ def test_repr(framework):
         "FastWeightAttention(64, heads=4, features='silu', rule='delta', norm='l2', decay='learned', conv=4, gate=True)"
     )
     assert repr(fw.FastWeightRNN(3, 4)) == "FastWeightRNN(3, 4, decay=0.95, rate=0.5, inner_steps=1)"
-    assert repr(fw.FastWeightProgrammer(3, 4)) == "FastWeightProgrammer(3, 4, width=3, activation='tanh')"
+    assert repr(fw.FastWeightProgrammer(3, 4)) == "FastWeightProgrammer(3, 4, width=None, activation='tanh')"
+
+
+def test_features_may_be_a_function(framework, rng):
+    """The user's own map, written in each framework's functions."""
+    import torch
+
+    if isinstance(framework, Flax):
+        here = framework.jax.numpy
+    else:
+        here = framework.keras.ops
+    maps = [lambda x, xp=xp: xp.concatenate([x * x, xp.abs(x) + 0.5], -1) for xp in (torch, here)]
+    for phi in maps:
+        phi.width = lambda d: 2 * d
+    for norm in ("sum", "attention"):
+        how = dict(dim=6, heads=2, norm=norm, conv=2)
+        reference = Torch("FastWeightAttention", how | dict(features=maps[0]), "float64")
+        layer = framework.make("FastWeightAttention", how | dict(features=maps[1]), "float64", reference.weights)
+        x = rng.standard_normal((2, 5, 6))
+        for a, b in zip(layer(x), reference(x), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_close(a, b)
+
+
+def test_presets_are_listed(framework):
+    assert framework.fw.PRESETS is PRESETS
+    assert "gated-deltanet" in framework.fw.PRESETS

@@ -50,13 +50,16 @@ def test_short_rnn_calls_keep_no_matrix_per_step():
     assert sum(n for n in saved if n == 2 * 128 * 128) == 0
 
 
+@pytest.mark.parametrize("width", [None, 2])
 @pytest.mark.parametrize("activation", ["tanh", "identity", "relu", "sigmoid", torch.sin])
-def test_programmer_is_the_classic_recurrence(activation):
-    programmer = FastWeightProgrammer(3, 4, width=2, activation=activation).double()
+def test_programmer_is_the_classic_recurrence(activation, width):
+    """W_t = sigma(W_{t-1} + a_t (x) b_t), y_t = W_t x_t with the same x, or with another projection of it."""
+    programmer = FastWeightProgrammer(3, 4, width=width, activation=activation, dtype=torch.float64)
     f = activation if callable(activation) else getattr(torch, activation, lambda x: x)
     x = torch.randn(2, 6, 3, dtype=torch.float64)
-    a, b, fast = (x @ programmer.slow).split([4, 2, 2], -1)
-    W, want = torch.zeros(2, 4, 2, dtype=x.dtype), []
+    projected = x @ programmer.slow.weight.mT
+    a, b, fast = projected.split([4, 2, 2], -1) if width else (*projected.split([4, 3], -1), x)
+    W, want = torch.zeros(2, 4, width or 3, dtype=x.dtype), []
     for t in range(6):
         W = f(W + torch.einsum("bi,bj->bij", a[:, t], b[:, t]))
         want.append(torch.einsum("bij,bj->bi", W, fast[:, t]))

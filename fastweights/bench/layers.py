@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fastweights.attention_config import NORMS, PRESETS
+from fastweights.attention_config import PRESETS
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Timing, interleave
@@ -59,7 +59,7 @@ def parts(layer: FastWeightAttention, x: Tensor) -> dict[str, Callable[[], objec
     B, T, _ = x.shape
     inner = torch.randn(B, T, c.heads * c.value_width, requires_grad=True)
     weights = dict(layer.named_parameters())
-    width = c.value_width + (NORMS[c.norm][1] and c.rule == "sum")  # the normaliser is one more column
+    width = c.value_width + (c.attention_norm and c.rule == "sum")  # the normaliser is one more column
     q, k = torch.nn.functional.normalize(torch.rand(2, B, T, c.heads, c.feature_width), dim=-1)
     rates = [torch.rand(B, T, c.heads) if wanted else None for wanted in (c.has_beta, c.decay is not None)]
     inputs = [q, k, torch.randn(B, T, c.heads, width), *rates]
@@ -70,11 +70,9 @@ def parts(layer: FastWeightAttention, x: Tensor) -> dict[str, Callable[[], objec
         return torch.autograd.grad(layer(x)[0], [x, *weights.values()], ones[0])
 
     def projections() -> object:
-        y = x @ weights["in_proj"]
-        z = inner @ weights["out_proj"]
-        return torch.autograd.grad(
-            [y, z], [x, inner, weights["in_proj"], weights["out_proj"]], [torch.ones_like(y), ones[0]]
-        )
+        y, z = layer.in_proj(x), layer.out_proj(inner)
+        leaves = [x, inner, layer.in_proj.weight, layer.out_proj.weight]
+        return torch.autograd.grad([y, z], leaves, [torch.ones_like(y), ones[0]])
 
     def memory() -> object:
         q, k, v, beta, decay = inputs

@@ -72,7 +72,9 @@ def _layer(block: Any, heads: int) -> dict[str, Tensor]:
     """The weights of one block by their names; theirs scale by 1 + w in the norms, and lie head by head."""
     layer, mixer = block.mixer.layer, "linear_attn."
     widths = layer.config.sections
-    q, k, v, gate, beta, decay = layer.in_proj.mT.split([widths[n] for n in ("q", "k", "v", "gate", "beta", "decay")])
+    q, k, v, gate, beta, decay = layer.in_proj.weight.split(
+        [widths[n] for n in ("q", "k", "v", "gate", "beta", "decay")]
+    )
     by_head = lambda *parts: torch.cat([x.unflatten(0, (heads, -1)) for x in parts], 1).flatten(0, 1)  # noqa: E731
     into = dict(zip(("gate", "up"), block.feed_forward.into.weight.chunk(2), strict=True))
     return {
@@ -87,5 +89,5 @@ def _layer(block: Any, heads: int) -> dict[str, Tensor]:
         mixer + "dt_bias": layer.decay_bias,
         mixer + "A_log": layer.decay_log,
         mixer + "norm.weight": layer.out_norm,
-        mixer + "out_proj.weight": layer.out_proj.mT,
+        mixer + "out_proj.weight": layer.out_proj.weight,
     }

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fastweights.attention import AttentionState
+from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.jax.ops import fast_weight, feature_map
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fastweights.jax.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
+    "PRESETS",
     "AttentionState",
     "FWLBlock",
     "FWLOutput",

@@ -14,6 +14,7 @@ from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.jax.framework import OPS, wide_dtype
 from fastweights.jax.ops import _values
+from fastweights.literals import Normalizer, Rule
 
 
 class FWLBlock(nn.Module):
@@ -58,11 +59,11 @@ class FWLBlock(nn.Module):
     _: KW_ONLY
     inputs: int | None = None
     hidden: int | None = None
-    normalizer: str | float = "batch"
+    normalizer: Normalizer | float = "batch"
     step_size: float = 0.01
     fast_bias: bool = True
     shared_norm_step: bool = False
-    rule: str = "sum"
+    rule: Rule = "sum"
     decay: float | None = None
     clip: float | None = None
     first_order: bool = False

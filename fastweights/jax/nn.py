@@ -4,8 +4,10 @@ The parameters have the names and (in, out) shapes of `fastweights.attention_con
 framework; `export_parameters` and `import_parameters` carry them over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, fields
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -19,8 +21,8 @@ from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.attention_config import AttentionConfig
 from fastweights.core import FastWeightError
-from fastweights.features import parse
 from fastweights.jax.framework import OPS, wide_dtype
+from fastweights.literals import LayerNorm, Method, Rule
 
 
 class FastWeightAttention(nn.Module):
@@ -35,10 +37,12 @@ class FastWeightAttention(nn.Module):
     Args:
         dim: width of the input and output.
         heads: number of memories.
-        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU", "favor-M", or a function
+            (..., d) -> (..., width), whose width is d unless it has an attribute `width`, a number or a function of d.
         rule: "delta" overwrites what a key retrieves; "sum" adds to it (linear attention).
-        norm: "l2" or "sum" of the features, "none", "attention" (outputs are weighted means; also with the delta
-            rule), "sum+attention", "hellinger" or "nlms" (docs/maths.md says what each is for).
+        norm: of the features, as for `fast_weight`: "l2", "sum", "max", "hellinger" or "none"; or of the layer:
+            "attention" (outputs are weighted means; also with the delta rule), "sum+attention" or "nlms" (docs/maths.md
+            says what each is for).
         key_dim, value_dim: widths per head; dim / heads when absent.
         key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
         beta: learn a write rate per token and head; when absent, for the delta rule only.
@@ -57,9 +61,9 @@ class FastWeightAttention(nn.Module):
     dim: int
     heads: int
     _: KW_ONLY
-    features: str = "silu"
-    rule: str = "delta"
-    norm: str = "l2"
+    features: str | Callable[[Array], Array] = "silu"
+    rule: Rule = "delta"
+    norm: LayerNorm = "l2"
     key_dim: int | None = None
     value_dim: int | None = None
     key_heads: int | None = None
@@ -70,7 +74,7 @@ class FastWeightAttention(nn.Module):
     gate: bool = False
     out_norm: bool = True
     seed: int = 0
-    method: str = "auto"
+    method: Method = "auto"
     chunk_size: int | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -86,7 +90,10 @@ class FastWeightAttention(nn.Module):
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
-        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
+        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`.
+
+        name: one of `PRESETS`, whose values are the arguments; `changes` go first.
+        """
         return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
     @nn.compact
@@ -101,12 +108,12 @@ class FastWeightAttention(nn.Module):
         """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
         config, x = self.config, jnp.asarray(x)
         dtype = self.dtype or jnp.result_type(x, self.param_dtype)
-        parameters = {name: self._parameter(name, config, dtype) for name in config.shapes}
-        if parse(config.features).random:
-            parameters["projection"] = self._constants(config)
+        layer = SimpleNamespace(**{name: self._parameter(name, config, dtype) for name in config.shapes})
+        layer.in_proj, layer.out_proj = partial(_project, layer.in_proj), partial(_project, layer.out_proj)
+        layer.projection = self._constants(config) if config.phi.random else None
         cu_seqlens, mask = (None if a is None else jnp.asarray(a) for a in (cu_seqlens, mask))
         return attention.forward(
-            config, OPS, parameters, x.astype(dtype), state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
+            config, OPS, layer, x.astype(dtype), state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
             chunk_size=self.chunk_size,
         )  # fmt: skip
 
@@ -138,11 +145,15 @@ class FastWeightAttention(nn.Module):
         """The state that None stands for, for an input of `dtype` (`param_dtype` when that is absent)."""
         c, dtype = self.config, self.dtype or self.param_dtype
         memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), wide_dtype(dtype))
-        z = memory[..., 0] if attention_config.NORMS[c.norm][1] else None
+        z = memory[..., 0] if c.attention_norm else None
         return AttentionState(memory, z, jnp.zeros((batch, c.conv - 1, c.channels), dtype) if c.conv else None)
 
     def __repr__(self) -> str:
         return f"FastWeightAttention({self.dim}, heads={self.heads}, {self.config.describe()})"
+
+
+def _project(weight, x):
+    return x @ weight
 
 
 def redraw(variables: Mapping[str, Any], config: AttentionConfig, draw: int | Array) -> dict[str, Any]:
@@ -157,7 +168,7 @@ def redraw(variables: Mapping[str, Any], config: AttentionConfig, draw: int | Ar
         config: of the layer; other layers' directions are left alone where their shape differs.
         draw: its number, such as that of the training step; it may be traced (under `jit` NumPy is called back).
     """
-    phi = parse(config.features)
+    phi = config.phi
     if not phi.random:
         raise FastWeightError(f"features is {config.features!r}; expected 'favor-M': no other features are drawn")
     shape = phi.size, config.key_width

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fastweights.core import FastWeightError
-from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
+from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, programmer_widths, settle
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "identity": lambda x: x,
@@ -115,11 +115,13 @@ class FastWeightProgrammer(nn.Module):
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
         >>> x = jnp.ones((2, 10, 8))
         >>> variables = programmer.init(jax.random.key(0), x)
-        >>> y, W = programmer.apply(variables, x)     # (B, T, inputs) -> (B, T, outputs), W (B, outputs, width)
+        >>> y, W = programmer.apply(variables, x)     # (B, T, inputs) -> (B, T, outputs), W (B, outputs, inputs)
+
+    The fast network reads the same x, y = W x, as in the paper.
 
     Args:
         inputs, outputs: widths of x and y.
-        width: of the fast network's input x'; inputs when absent.
+        width: let the fast network read another projection of x instead, of this width; W is (B, outputs, width).
         activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
             function.
         param_dtype: of the parameters.
@@ -138,15 +140,16 @@ class FastWeightProgrammer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, state: Array | None = None) -> tuple[Array, Array]:
-        """y (B, T, outputs) and the fast weights (B, outputs, width) after x (B, T, inputs)."""
-        x, width = _check_input(x, self.inputs), self.width or self.inputs
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs)."""
+        x, widths = _check_input(x, self.inputs), programmer_widths(self.inputs, self.outputs, self.width)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        slow = self.param("slow", _uniform, (self.inputs, self.outputs + 2 * width), self.param_dtype)
-        written = jnp.moveaxis(x @ slow, 1, 0)  # (T, B, outputs + 2 * width)
-        start = jnp.zeros((x.shape[0], self.outputs, width), written.dtype) if state is None else state
+        slow = self.param("slow", _uniform, (self.inputs, sum(widths)), self.param_dtype)
+        written = x @ slow if self.width else jnp.concatenate([x @ slow, x], -1)
+        written = jnp.moveaxis(written, 1, 0)  # a, b and what the fast network reads, (T, B, ...)
+        start = jnp.zeros((x.shape[0], self.outputs, widths[1]), written.dtype) if state is None else state
 
         def move(W, written):
-            a, b, fast_x = jnp.split(written, [self.outputs, self.outputs + width], -1)
+            a, b, fast_x = jnp.split(written, [self.outputs, self.outputs + widths[1]], -1)
             W = f(W + a[:, :, None] * b[:, None, :])
             return W, (W @ fast_x[..., None])[..., 0]
 
@@ -154,7 +157,7 @@ class FastWeightProgrammer(nn.Module):
         return jnp.moveaxis(y, 0, 1), W
 
     def __repr__(self) -> str:
-        return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width or self.inputs}, "
+        return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, "
                 f"activation={self.activation!r})")  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Fast-weight memories in Keras, on its TensorFlow, JAX and torch backends."""
 
 from fastweights.attention import AttentionState
+from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.keras.fwl import FWLBlock, make_labels
@@ -10,6 +11,7 @@ from fastweights.keras.sequential import FastWeightProgrammer, FastWeightRNN
 from fastweights.sequential import RNNState
 
 __all__ = [
+    "PRESETS",
     "AttentionState",
     "FWLBlock",
     "FWLOutput",

@@ -13,6 +13,7 @@ from fastweights.fwl import FWLOutput, FWLState
 from fastweights.keras.framework import OPS, Tensor, wide_dtype
 from fastweights.keras.nn import add_parameter, random_generator
 from fastweights.keras.ops import _values
+from fastweights.literals import Normalizer, Rule
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -55,11 +56,11 @@ class FWLBlock(keras.layers.Layer):
         *,
         inputs: int | None = None,
         hidden: int | None = None,
-        normalizer: str | float = "batch",
+        normalizer: Normalizer | float = "batch",
         step_size: float = 0.01,
         fast_bias: bool = True,
         shared_norm_step: bool = False,
-        rule: str = "sum",
+        rule: Rule = "sum",
         decay: float | None = None,
         clip: float | None = None,
         first_order: bool = False,

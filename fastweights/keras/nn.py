@@ -5,8 +5,10 @@ framework; `export_parameters` and `import_parameters` carry them over.
 """
 
 import random
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -16,8 +18,8 @@ from keras import KerasTensor, ops
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError, dtype_name
-from fastweights.features import parse
 from fastweights.keras.framework import OPS, Tensor, wide_dtype
+from fastweights.literals import LayerNorm, Method, Rule
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -34,10 +36,12 @@ class FastWeightAttention(keras.layers.Layer):
     Args:
         dim: width of the input and output.
         heads: number of memories.
-        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU", "favor-M", or a function
+            (..., d) -> (..., width), whose width is d unless it has an attribute `width`, a number or a function of d.
         rule: "delta" overwrites what a key retrieves; "sum" adds to it (linear attention).
-        norm: "l2" or "sum" of the features, "none", "attention" (outputs are weighted means; also with the delta
-            rule), "sum+attention", "hellinger" or "nlms" (docs/maths.md says what each is for).
+        norm: of the features, as for `fast_weight`: "l2", "sum", "max", "hellinger" or "none"; or of the layer:
+            "attention" (outputs are weighted means; also with the delta rule), "sum+attention" or "nlms" (docs/maths.md
+            says what each is for).
         key_dim, value_dim: widths per head; dim / heads when absent.
         key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
         beta: learn a write rate per token and head; when absent, for the delta rule only.
@@ -58,9 +62,9 @@ class FastWeightAttention(keras.layers.Layer):
         dim: int,
         heads: int,
         *,
-        features: str = "silu",
-        rule: str = "delta",
-        norm: str = "l2",
+        features: str | Callable[[Tensor], Tensor] = "silu",
+        rule: Rule = "delta",
+        norm: LayerNorm = "l2",
         key_dim: int | None = None,
         value_dim: int | None = None,
         key_heads: int | None = None,
@@ -72,13 +76,15 @@ class FastWeightAttention(keras.layers.Layer):
         out_norm: bool = True,
         seed: int = 0,
         redraw: bool = False,
-        method: str = "auto",
+        method: Method = "auto",
         chunk_size: int | None = None,
         name: str | None = None,
         trainable: bool = True,
         dtype: Any = None,
     ):
         super().__init__(name=name, trainable=trainable, dtype=dtype, autocast=False)  # the state stays wide
+        if isinstance(features, dict):  # what get_config makes of a function
+            features = keras.saving.deserialize_keras_object(features)
         self.config = attention_config.AttentionConfig(
             dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
             key_heads=key_heads, beta=beta, beta_max=beta_max,
@@ -91,7 +97,10 @@ class FastWeightAttention(keras.layers.Layer):
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
-        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
+        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`.
+
+        name: one of `PRESETS`, whose values are the arguments; `changes` go first.
+        """
         return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
     def build(self, input_shape: Any = None) -> None:
@@ -119,11 +128,11 @@ class FastWeightAttention(keras.layers.Layer):
             mask = getattr(x, "_keras_mask", None)  # which Keras hands over itself unless a state is given
         dtype = self.compute_dtype
         matrices = ("in_proj", "conv", "out_proj")  # the rates and the norm are used in float32 or wider
-        p = {n: ops.cast(w, dtype if n in matrices else wide_dtype(dtype)) for n, w in self.slow_weights.items()}
-        if self.projection is not None:
-            p["projection"] = self.projection
+        weights = {n: ops.cast(w, dtype if n in matrices else wide_dtype(dtype)) for n, w in self.slow_weights.items()}
+        layer = SimpleNamespace(**weights, projection=self.projection)
+        layer.in_proj, layer.out_proj = (partial(_project, weights[n]) for n in ("in_proj", "out_proj"))
         y, state = attention.forward(
-            self.config, OPS, p, ops.cast(x, dtype), _absent_as_none(state),
+            self.config, OPS, layer, ops.cast(x, dtype), _absent_as_none(state),
             cu_seqlens=None if cu_seqlens is None else ops.convert_to_tensor(cu_seqlens),
             mask=None if mask is None else ops.convert_to_tensor(mask),
             method=self.method, chunk_size=self.chunk_size,
@@ -159,8 +168,11 @@ class FastWeightAttention(keras.layers.Layer):
         return [previous_mask]  # of y; a state has none
 
     def get_config(self) -> dict[str, Any]:
-        arguments = dict(redraw=self.redraw, method=self.method, chunk_size=self.chunk_size)
-        return super().get_config() | asdict(self.config) | arguments
+        arguments = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        arguments |= dict(redraw=self.redraw, method=self.method, chunk_size=self.chunk_size)
+        if callable(self.config.features):
+            arguments["features"] = keras.saving.serialize_keras_object(self.config.features)
+        return super().get_config() | arguments
 
     def __repr__(self) -> str:
         return f"FastWeightAttention({self.config.dim}, heads={self.config.heads}, {self.config.describe()})"
@@ -170,13 +182,17 @@ class FastWeightAttention(keras.layers.Layer):
         c, dtype = self.config, self.compute_dtype
         key = c.feature_width
         yield (batch, c.heads, key, c.value_width), wide_dtype(dtype)
-        yield (batch, c.heads, key if attention_config.NORMS[c.norm][1] else 0), wide_dtype(dtype)
+        yield (batch, c.heads, key if c.attention_norm else 0), wide_dtype(dtype)
         yield (batch, c.conv - 1 if c.conv else 0, c.channels), dtype
 
     def _absent_as_empty(self, state):
         B = ops.shape(state.memory)[0]
         return AttentionState(*(ops.zeros(shape, dtype) if part is None else part
                                 for part, (shape, dtype) in zip(state, self._state(B), strict=True)))  # fmt: skip
+
+
+def _project(weight, x):
+    return OPS.matmul(x, weight)
 
 
 def _absent_as_none(state):
@@ -199,7 +215,7 @@ def add_parameter(layer: keras.layers.Layer, name: str, value: np.ndarray, *, tr
 
 def _directions(config, draw, dtype):
     """FAVOR+'s directions of a draw; NumPy is called back from compiled code."""
-    shape = parse(config.features).size, config.key_width
+    shape = config.phi.size, config.key_width
     numbers = lambda n: config.projection(int(n)).astype(dtype)  # noqa: E731
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf

@@ -11,7 +11,7 @@ from keras import KerasTensor, ops
 from fastweights.core import FastWeightError
 from fastweights.keras.framework import Tensor, matmul
 from fastweights.keras.nn import add_parameter, random_generator
-from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
+from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, programmer_widths, settle
 
 
 def _tanh(x):
@@ -144,11 +144,11 @@ class FastWeightProgrammer(keras.layers.Layer):
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
         >>> y, W = programmer(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, outputs)
 
-    The state W is (B, outputs, width).
+    The fast network reads the same x, y = W x, as in the paper; its state W is (B, outputs, inputs).
 
     Args:
         inputs, outputs: widths of x and y.
-        width: of the fast network's input x'; inputs when absent.
+        width: let the fast network read another projection of x instead, of this width; W is (B, outputs, width).
         activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
             function.
         name, trainable, dtype: as for any Keras layer.
@@ -166,24 +166,27 @@ class FastWeightProgrammer(keras.layers.Layer):
         dtype: Any = None,
     ):
         super().__init__(name=name, trainable=trainable, dtype=dtype)
-        self.inputs, self.outputs, self.width = inputs, outputs, width or inputs
+        self.inputs, self.outputs, self.width = inputs, outputs, width
+        self.widths = programmer_widths(inputs, outputs, width)
         self.activation = _activation(activation)
         self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop
 
     def build(self, input_shape: Any = None) -> None:
         """Make the weights; the shape of the input does not matter."""
-        self.slow = add_parameter(self, "slow", _uniform(self.inputs, self.outputs + 2 * self.width))
+        self.slow = add_parameter(self, "slow", _uniform(self.inputs, sum(self.widths)))
 
     def call(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """y (B, T, outputs) and the fast weights (B, outputs, width) after x (B, T, inputs)."""
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs)."""
         _check_input(x, self.inputs)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         written = matmul(x, self.slow)
+        if self.width is None:
+            written = ops.concatenate([written, ops.cast(x, written.dtype)], -1)
         if state is None:
-            state = ops.zeros((ops.shape(x)[0], self.outputs, self.width), written.dtype)
+            state = ops.zeros((ops.shape(x)[0], self.outputs, self.widths[1]), written.dtype)
 
         def move(W, written):
-            a, b, fast_x = ops.split(written, [self.outputs, self.outputs + self.width], -1)
+            a, b, fast_x = ops.split(written, [self.outputs, self.outputs + self.widths[1]], -1)
             W = f(W + a[:, :, None] * b[:, None, :])
             return W, (W @ fast_x[..., None])[..., 0]
 
@@ -193,7 +196,7 @@ class FastWeightProgrammer(keras.layers.Layer):
     def compute_output_spec(self, x, state=None):
         _check_input(x, self.inputs)
         (B, T, _), dtype = x.shape, self.compute_dtype
-        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.width), dtype)
+        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.widths[1]), dtype)
 
     def get_config(self) -> dict[str, Any]:
         arguments = dict(inputs=self.inputs, outputs=self.outputs, width=self.width)

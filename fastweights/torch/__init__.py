@@ -1,6 +1,7 @@
 """Fast-weight memories for PyTorch: `import fastweights.torch as fw`."""
 
 from fastweights.attention import AttentionState
+from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
 from fastweights.fwl import FWLOutput, FWLState
@@ -14,6 +15,7 @@ from fastweights.torch.ops import fast_weight, feature_map
 from fastweights.torch.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
+    "PRESETS",
     "AttentionState",
     "CacheState",
     "DynamicEvaluation",

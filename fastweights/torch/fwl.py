@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from fastweights import core, fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
+from fastweights.literals import Normalizer, Rule
 from fastweights.refresh import check_state, labelled
 from fastweights.torch import fwl_loss, refresh
 from fastweights.torch.framework import OPS
@@ -67,11 +68,11 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         *,
         inputs: int | None = None,
         hidden: int | None = None,
-        normalizer: str | float = "batch",
+        normalizer: Normalizer | float = "batch",
         step_size: float = 0.01,
         fast_bias: bool = True,
         shared_norm_step: bool = False,
-        rule: str = "sum",
+        rule: Rule = "sum",
         decay: float | None = None,
         clip: float | None = None,
         first_order: bool = False,

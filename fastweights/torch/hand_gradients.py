@@ -4,9 +4,10 @@ The gradients are made of differentiable operations of saved tensors, so second 
 """
 
 import torch
+from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
-__all__ = ["depthwise", "relu", "sigmoid", "silu", "softplus", "unit"]
+__all__ = ["convolve", "depthwise", "relu", "rms_norm", "sigmoid", "silu", "softplus", "unit"]
 
 
 class Unit(torch.autograd.Function):
@@ -36,11 +37,25 @@ class Unit(torch.autograd.Function):
         return torch.addcmul(dy, y, along, value=-1) * inverse, None
 
 
+def is_transformed() -> bool:
+    """Whether the compiler, which fuses plain forms itself, or a transform such as vmap sees the call."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
     return Unit.apply(x, eps)[0]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean x^2 + eps) * weight over the last axis, in the dtype of x, computed in float32 or wider."""
+    if (x.is_cuda or not (torch.is_grad_enabled() and x.requires_grad)) and not is_transformed():
+        return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
+    width = x.shape[-1]
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (unit(wide, width * eps) * (weight.to(wide.dtype) * width**0.5)).to(x.dtype)
 
 
 class Depthwise(torch.autograd.Function):
@@ -82,9 +97,20 @@ def _dot(x, y):
 
 def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (B, T + W - 1, channels) convolved along its second axis with weight (W, channels): (B, T, channels)."""
-    transformed = torch._C._are_functorch_transforms_active()  # vmap has no rule for addcmul_
-    if transformed or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
-        T = x.shape[1] - len(weight) + 1
-        return torch.stack([weight[j] * x[:, j : j + T] for j in range(len(weight))]).sum(0)
+    W, T = len(weight), x.shape[1] - len(weight) + 1
+    if is_transformed() or torch.onnx.is_in_onnx_export():
+        return torch.stack([weight[j] * x[:, j : j + T] for j in range(W)]).sum(0)
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    return Depthwise.apply(x.to(dtype), weight.to(dtype))
+    x, weight = x.to(dtype), weight.to(dtype)
+    return (x * weight).sum(1, keepdim=True) if T == 1 else Depthwise.apply(x, weight)
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`depthwise` of x (B, T, channels) after the W - 1 inputs `before` it, zeros when absent, and the last W - 1.
+
+    Those are a copy where they are less than half: a state that is kept must not keep all of x.
+    """
+    W, T = len(weight), x.shape[1]
+    x = functional.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat([before, x], 1)
+    last = x[:, T:]
+    return depthwise(x, weight), last.clone() if T >= W else last

@@ -1,15 +1,18 @@
 """Layers for PyTorch: batch first, state in and state out."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import init
 
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
-from fastweights.torch.framework import OPS
+from fastweights.literals import LayerNorm, Method, Rule
+from fastweights.torch.framework import OPS, wide_dtype
 
 
 class FastWeightAttention(nn.Module):
@@ -22,10 +25,12 @@ class FastWeightAttention(nn.Module):
     Args:
         dim: width of the input and output.
         heads: number of memories.
-        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
+        features: map of queries and keys: "identity", "relu", "silu", "elu+1", "dpfp-NU", "favor-M", or a function
+            (..., d) -> (..., width), whose width is d unless it has an attribute `width`, a number or a function of d.
         rule: "delta" overwrites what a key retrieves; "sum" adds to it (linear attention).
-        norm: "l2" or "sum" of the features, "none", "attention" (outputs are weighted means; also with the delta
-            rule), "sum+attention", "hellinger" or "nlms" (docs/maths.md says what each is for).
+        norm: of the features, as for `fast_weight`: "l2", "sum", "max", "hellinger" or "none"; or of the layer:
+            "attention" (outputs are weighted means; also with the delta rule), "sum+attention" or "nlms" (docs/maths.md
+            says what each is for).
         key_dim, value_dim: widths per head; dim / heads when absent.
         key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
         beta: learn a write rate per token and head; when absent, for the delta rule only.
@@ -40,7 +45,8 @@ class FastWeightAttention(nn.Module):
         method, chunk_size: as for `fast_weight`.
     """
 
-    in_proj: nn.Parameter
+    in_proj: nn.Linear
+    out_proj: nn.Linear
     projection: Tensor | None
     draws: Tensor
 
@@ -49,9 +55,9 @@ class FastWeightAttention(nn.Module):
         dim: int,
         heads: int,
         *,
-        features: str = "silu",
-        rule: str = "delta",
-        norm: str = "l2",
+        features: str | Callable[[Tensor], Tensor] = "silu",
+        rule: Rule = "delta",
+        norm: LayerNorm = "l2",
         key_dim: int | None = None,
         value_dim: int | None = None,
         key_heads: int | None = None,
@@ -63,7 +69,7 @@ class FastWeightAttention(nn.Module):
         out_norm: bool = True,
         seed: int = 0,
         redraw: bool = False,
-        method: str = "auto",
+        method: Method = "auto",
         chunk_size: int | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -76,16 +82,47 @@ class FastWeightAttention(nn.Module):
         )  # fmt: skip
         self.redraw, self.method, self.chunk_size = redraw, method, chunk_size
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
-        seed = int(torch.randint(2**62, ()))  # torch.manual_seed decides the initial weights
-        for name, value in self.config.initial(np.random.default_rng(seed)).items():
-            self.register_parameter(name, nn.Parameter(torch.tensor(value, **to)))
-        directions = self.config.projection()
-        self.register_buffer("projection", None if directions is None else torch.tensor(directions, **to))
+        if isinstance(features, nn.Module):
+            self.feature_function = features  # so that its parameters are the layer's
+        for name, shape in self.config.shapes.items():
+            if name in PROJECTIONS:
+                setattr(self, name, nn.Linear(shape[0], shape[1], bias=False, device=device, dtype=dtype))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **to)))
+        directions = (self.config.phi.size, self.config.key_width) if self.config.phi.random else None
+        self.register_buffer("projection", None if directions is None else torch.empty(directions, **to))
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_load_state_dict_pre_hook(_from_bare_parameters)
+        self._reset_own()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew; FAVOR+'s directions are those of the seed."""
+        for projection in (self.in_proj, self.out_proj):
+            projection.reset_parameters()
+        self._reset_own()
+
+    @torch.no_grad()
+    def _reset_own(self):
+        """All but the projections, which have drawn theirs: uniform up to 1 / sqrt(in), as nn.Linear does."""
+        c = self.config
+        if c.conv:
+            init.uniform_(self.conv, -(c.conv**-0.5), c.conv**-0.5)
+        if c.decay == "learned":
+            init.uniform_(self.decay_log, 1.0, 16.0).log_()
+            # softplus of it is log-uniform in [0.001, 0.1]
+            init.uniform_(self.decay_bias, math.log(1e-3), math.log(0.1)).exp_().expm1_().log_()
+        if c.out_norm:
+            init.ones_(self.out_norm)
+        self.draws.zero_()
+        if self.projection is not None and not self.projection.is_meta:
+            self.projection.copy_(torch.from_numpy(c.projection()))
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
-        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`."""
+        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`.
+
+        name: one of `PRESETS`, whose values are the arguments; `changes` go first.
+        """
         return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
     def forward(
@@ -99,9 +136,8 @@ class FastWeightAttention(nn.Module):
         """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
         if self.redraw and self.training and self.projection is not None:
             self.draw()
-        parameters = dict(self.named_parameters(recurse=False), projection=self.projection)
         return attention.forward(
-            self.config, OPS, parameters, x, state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
+            self.config, OPS, self, x, state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
             chunk_size=self.chunk_size,
         )  # fmt: skip
 
@@ -110,13 +146,15 @@ class FastWeightAttention(nn.Module):
         y, state = self(x[:, None], state)
         return y[:, 0], state
 
-    def init_state(self, batch: int) -> AttentionState:
-        """The state that None stands for."""
-        c, like = self.config, self.in_proj
-        wide = OPS.wide(like.new_zeros(batch, c.heads, c.feature_width, c.value_width))
-        z = wide[..., 0].clone() if attention_config.NORMS[c.norm][1] else None
-        conv = like.new_zeros(batch, c.conv - 1, c.channels) if c.conv else None
-        return AttentionState(wide, z, conv)
+    def init_state(self, batch: int, *, device: Any = None, dtype: Any = None) -> AttentionState:
+        """The state that None stands for.  device, dtype: of the input; those of the weights when absent."""
+        c, weight = self.config, next(self.parameters())
+        device = weight.device if device is None else device
+        dtype = weight.dtype if dtype is None else dtype
+        memory = torch.zeros(batch, c.heads, c.feature_width, c.value_width, dtype=wide_dtype(dtype), device=device)
+        z = memory[..., 0].clone() if c.attention_norm else None
+        conv = torch.zeros(batch, c.conv - 1, c.channels, dtype=dtype, device=device) if c.conv else None
+        return AttentionState(memory, z, conv)
 
     @torch.no_grad()
     def draw(self) -> None:
@@ -129,13 +167,24 @@ class FastWeightAttention(nn.Module):
         return f"{self.config.dim}, heads={self.config.heads}, {self.config.describe()}"
 
 
+PROJECTIONS = ("in_proj", "out_proj", "slow")  # nn.Linear, whose weight is (out, in); exported as (in, out)
+
+
+def _from_bare_parameters(module, state_dict, prefix, *args):
+    """Checkpoints of version 0.3 and before hold projections as parameters (in, out)."""
+    for name in PROJECTIONS:
+        if prefix + name in state_dict:
+            state_dict[f"{prefix}{name}.weight"] = state_dict.pop(prefix + name).mT
+
+
 def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
     """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
 
         >>> {name: array.shape for name, array in export_parameters(FastWeightAttention(8, heads=2)).items()}
         {'in_proj': (8, 26), 'out_norm': (4,), 'out_proj': (8, 8)}
 
-    They are the names of the state_dict. FAVOR+ adds "projection" and "draws".
+    They are the names of the state_dict, but for projections: "in_proj.weight" (out, in) is in_proj (in, out). FAVOR+
+    adds "projection" and "draws".
     """
     weights = _weights(module).items()
     return {name: np.array((x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)) for name, x in weights}
@@ -151,7 +200,13 @@ def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
 
 
 def _weights(module):
-    """The state_dict, without the count of draws where nothing is drawn."""
+    """The state_dict by the names of every framework, without the count of draws where nothing is drawn."""
     state = module.state_dict()
-    return {name: x for name, x in state.items()
-            if not name.endswith("draws") or name.removesuffix("draws") + "projection" in state}  # fmt: skip
+    found = {}
+    for name, x in state.items():
+        owner, _, last = name.rpartition(".")
+        if last == "weight" and owner.rpartition(".")[2] in PROJECTIONS and x.dim() == 2:
+            found[owner] = x.mT
+        elif last != "draws" or name.removesuffix("draws") + "projection" in state:
+            found[name] = x
+    return found

@@ -1,13 +1,21 @@
 """Sequential fast-weight networks for PyTorch (the equations are in fastweights/sequential.py)."""
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import init
 
 from fastweights.core import FastWeightError
-from fastweights.sequential import LAYER_NORM_EPS, RNNState, check_activation, check_rates, settle
+from fastweights.sequential import (
+    LAYER_NORM_EPS,
+    RNNState,
+    check_activation,
+    check_rates,
+    programmer_widths,
+    settle,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -45,16 +53,29 @@ class FastWeightRNN(nn.Module):
         inner_steps: int = 1,
         layer_norm: bool = True,
         activation: str | Callable[[Tensor], Tensor] = "relu",
+        device: Any = None,
+        dtype: Any = None,
     ):
         super().__init__()
         check_activation(activation)
         check_rates(decay, rate, inner_steps)
         self.inputs, self.hidden, self.decay, self.rate = inputs, hidden, decay, rate
         self.inner_steps, self.activation = inner_steps, activation
-        self.W = nn.Parameter(0.05 * torch.eye(hidden))
-        self.C = nn.Parameter(torch.empty(inputs, hidden).uniform_(-1, 1) / math.sqrt(inputs))
-        self.bias = nn.Parameter(torch.zeros(hidden))
-        self.norm = nn.LayerNorm(hidden, eps=LAYER_NORM_EPS) if layer_norm else None
+        to = dict(device=device, dtype=dtype)
+        self.W = nn.Parameter(torch.empty(hidden, hidden, **to))
+        self.C = nn.Parameter(torch.empty(inputs, hidden, **to))
+        self.bias = nn.Parameter(torch.empty(hidden, **to))
+        self.norm = nn.LayerNorm(hidden, eps=LAYER_NORM_EPS, **to) if layer_norm else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew: W is 0.05 times the identity, as in the paper."""
+        init.eye_(self.W).mul_(0.05)
+        init.uniform_(self.C, -(self.inputs**-0.5), self.inputs**-0.5)
+        init.zeros_(self.bias)
+        if self.norm is not None:
+            self.norm.reset_parameters()
 
     def forward(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
         """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
@@ -102,11 +123,13 @@ class FastWeightProgrammer(nn.Module):
     """The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
 
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
-        >>> y, W = programmer(torch.randn(2, 10, 8))       # (B, T, inputs) -> (B, T, outputs), W (B, outputs, width)
+        >>> y, W = programmer(torch.randn(2, 10, 8))       # (B, T, inputs) -> (B, T, outputs), W (B, outputs, inputs)
+
+    The fast network reads the same x, y = W x, as in the paper.
 
     Args:
         inputs, outputs: widths of x and y.
-        width: of the fast network's input x'; inputs when absent.
+        width: let the fast network read another projection of x instead, of this width; W is (B, outputs, width).
         activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
             function.
     """
@@ -118,19 +141,26 @@ class FastWeightProgrammer(nn.Module):
         *,
         width: int | None = None,
         activation: str | Callable[[Tensor], Tensor] = "tanh",
+        device: Any = None,
+        dtype: Any = None,
     ):
         super().__init__()
         check_activation(activation)
-        self.inputs, self.outputs, self.width, self.activation = inputs, outputs, width or inputs, activation
-        total = outputs + 2 * self.width
-        self.slow = nn.Parameter(torch.empty(inputs, total).uniform_(-1, 1) / math.sqrt(inputs))
+        self.inputs, self.outputs, self.width, self.activation = inputs, outputs, width, activation
+        self.widths = programmer_widths(inputs, outputs, width)
+        self.slow = nn.Linear(inputs, sum(self.widths), bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew."""
+        self.slow.reset_parameters()
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """y (B, T, outputs) and the fast weights (B, outputs, width) after x (B, T, inputs)."""
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs)."""
         _check_input(x, self.inputs)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        a, b, fast_x = (x @ self.slow).split([self.outputs, self.width, self.width], -1)
-        W = x.new_zeros(x.shape[0], self.outputs, self.width) if state is None else state
+        a, b, *made = self.slow(x).split(self.widths, -1)
+        fast_x = made[0] if made else x
+        W = a.new_zeros(x.shape[0], self.outputs, b.shape[-1]) if state is None else state
         outputs = []
         for t in range(x.shape[1]):
             W = f(W + a[:, t, :, None] * b[:, t, None, :])

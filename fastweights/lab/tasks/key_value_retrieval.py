@@ -177,7 +177,7 @@ class Model:
             )
         norm, divided = NORMS[self.norm]
         of_q = "max" if query and divided and directions is not None else norm
-        return feature_map(x, self.config.features, norm=of_q, projection=directions)
+        return feature_map(x, str(self.config.features), norm=of_q, projection=directions)
 
     def memory(self, keys: Tensor, values: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None."""
@@ -189,7 +189,7 @@ class Model:
         projection = None if own else directions
         # kernels would be compiled anew for every S
         how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=None, log_decay=None)
-        _, memory, z = attention.mix(self.config, OPS, k, k, v, beta, None, None, None, projection, how)
+        _, memory, z = attention.mix(self.config, OPS, k, k, v, beta, None, None, projection, how)
         return memory, z
 
     def _scaled_memory(self, k, v, beta):

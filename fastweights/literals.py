@@ -1,0 +1,10 @@
+"""The words that arguments take, as types that every framework's signatures share."""
+
+from typing import Literal
+
+Rule = Literal["delta", "sum"]
+Read = Literal["after", "before"]
+Norm = Literal["none", "sum", "l2", "max", "hellinger"]  # of features
+LayerNorm = Literal["none", "sum", "l2", "max", "hellinger", "attention", "sum+attention", "nlms"]  # of a layer
+Method = Literal["auto", "recurrent", "chunked", "kernel"]
+Normalizer = Literal["batch", "sequence"]
