@@ -244,10 +244,7 @@ def test_features_may_be_a_function(framework, rng):
     """The user's own map, written in each framework's functions."""
     import torch
 
-    if isinstance(framework, Flax):
-        here = framework.jax.numpy
-    else:
-        here = framework.keras.ops
+    here = framework.jax.numpy if isinstance(framework, Flax) else framework.keras.ops
     maps = [lambda x, xp=xp: xp.concatenate([x * x, xp.abs(x) + 0.5], -1) for xp in (torch, here)]
     for phi in maps:
         phi.width = lambda d: 2 * d

@@ -171,7 +171,7 @@ PROJECTIONS = ("in_proj", "out_proj", "slow")  # nn.Linear, whose weight is (out
 
 
 def _from_bare_parameters(module, state_dict, prefix, *args):
-    """Checkpoints of version 0.3 and before hold projections as parameters (in, out)."""
+    """Checkpoints written before projections were modules hold them as parameters (in, out)."""
     for name in PROJECTIONS:
         if prefix + name in state_dict:
             state_dict[f"{prefix}{name}.weight"] = state_dict.pop(prefix + name).mT
