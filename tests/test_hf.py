@@ -198,7 +198,7 @@ def test_trainer_trains_it(tmp_path):
 
 def language_model(head, **changes):
     torch.manual_seed(0)
-    config = Config(dim=16, heads=2, layers="gated-delta,softmax", length=8, head=head, **changes)
+    config = Config(dim=16, heads=2, layers="gated-delta,softmax", length=8, head=head, refresh=0, **changes)
     return LanguageModel(config, 257).eval()
 
 

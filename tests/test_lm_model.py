@@ -17,7 +17,11 @@ MODELS = ["transformer", "linear", "performer", "delta", "gated-delta", "lstm"]
 
 def tiny(layers="delta*2", head="linear", seed=0, **changes):
     torch.manual_seed(seed)
-    model = LanguageModel(Config(dim=16, heads=2, layers=layers, head=head, length=8, **changes), 257).double().eval()
+    model = (
+        LanguageModel(Config(dim=16, heads=2, layers=layers, head=head, length=8, **dict(refresh=3) | changes), 257)
+        .double()
+        .eval()
+    )
     model.tokenizer = Bytes()
     return model
 
@@ -26,9 +30,13 @@ def tokens(rng, *shape):
     return torch.from_numpy(rng.integers(0, 256, shape))
 
 
-@pytest.fixture(params=[(m, "linear") for m in MODELS] + [("delta", "fwl"), ("delta,softmax", "fwl")], ids="-".join)
+KINDS = [(m, "linear", 0) for m in MODELS] + [("delta", "fwl", 0), ("delta", "fwl", 3), ("delta,softmax", "fwl", 4)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def model(request):
-    return tiny(*request.param, window=16)
+    layers, head, refresh = request.param
+    return tiny(layers, head, window=16, refresh=refresh)
 
 
 def test_documents_in_a_row_do_not_see_each_other(model, rng):
@@ -102,22 +110,24 @@ def test_a_fork_goes_its_own_way():
     assert memory.state.blocks[0].memory.abs().sum() > 0
 
 
-def test_a_fast_weight_layer_learns_while_it_generates():
-    model = tiny(head="fwl")
+@pytest.mark.parametrize("refresh", [0, 3])
+def test_a_fast_weight_layer_learns_while_it_generates(refresh):
+    model = tiny(head="fwl", refresh=refresh)
     with torch.no_grad():
-        model.fast.steps.fill_(5.0)
+        model.fast.steps.fill_(1.0)
     state = model.read(b"abababab").state
-    before = state.fast.dense1.clone()
-    _, learned = model.step(torch.tensor([97]), state)
-    _, learned = model.step(torch.tensor([98]), learned)
+    before, learned = state.fast.dense1.clone(), state
+    for token in (97, 98, 97, 98):
+        _, learned = model.step(torch.tensor([token]), learned)
     _, same = model.step(torch.tensor([97]), state, learn=False)
     assert not torch.equal(learned.fast.dense1, before)
     assert torch.equal(same.fast.dense1, before)
 
 
-def test_reading_after_generating_learns_every_token():
+@pytest.mark.parametrize("refresh", [0, 1, 3])
+def test_reading_after_generating_learns_every_token(refresh):
     """The last generated token is not learned yet when reading goes on."""
-    model, row = tiny(head="fwl"), torch.tensor([[256, 97, 98, 99, 100, 101, 102]])
+    model, row = tiny(head="fwl", refresh=refresh), torch.tensor([[256, 97, 98, 99, 100, 101, 102]])
     with torch.no_grad():
         model.fast.steps.fill_(2.0)
     state = model.init_state(1)

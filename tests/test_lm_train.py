@@ -107,6 +107,43 @@ def test_it_learns(go, head):
     assert losses[-1] < 2.5
 
 
+def test_a_warm_start_trains_the_fast_weight_layer_alone(go, corpus, tmp_path):
+    go("static", head="linear", steps=6)
+    changes = dict(head="fwl", start=str(tmp_path / "static"), refresh=4, steps=8, lr=1e-2, step_lr=0.1)
+    losses = go("warm", **changes)
+    assert losses[-1] < losses[0]
+    before, after = run_folder.load(tmp_path / "static"), run_folder.load(tmp_path / "warm", last=True)
+    for name, x in before.state_dict().items():
+        assert torch.equal(x, after.state_dict()[name]), name
+    first, last = (json.loads(line) for line in (tmp_path / "warm/metrics.jsonl").read_text().splitlines()[3::4])
+    assert first["step_dense1"] != last["step_dense1"]
+    with pytest.raises(
+        FastWeightError, match=r"of run .*static has shape .*; expected .* the same blocks and vocabulary"
+    ):
+        go("wider", **changes | dict(dim=32))
+    with pytest.raises(FastWeightError, match=r"head is 'linear' with start .*; expected 'fwl'"):
+        go("linear", **changes | dict(head="linear"))
+
+
+def test_the_first_steps_are_one_over_the_mean_squared_key():
+    model = LanguageModel(Config(**SMALL | dict(head="fwl", refresh=4)), 257)
+    x, fast = torch.randn(2, 50, 16), model.fast
+    fast.start_steps(x, 2.0)
+    a = torch.relu(x @ fast.dense1 + fast.bias1) ** 2
+    sizes = fast.step_sizes()
+    for name, key in (("dense1", x), ("dense2", a)):
+        assert sizes[name] == pytest.approx(2 / (float(key.detach().square().sum(-1).mean()) + 1), rel=1e-5)
+    assert sizes["scale"] == pytest.approx(2 / 17, rel=1e-3)
+
+
+def test_steps_have_a_rate_of_their_own():
+    config = Config(**SMALL | dict(head="fwl", refresh=4, step_lr=0.5))
+    model = LanguageModel(config, 257)
+    groups = training.make_optimizer(model, config).param_groups
+    assert [g["peak"] for g in groups] == [config.lr, config.lr, 0.5]
+    assert groups[2]["params"] == [model.fast.steps]
+
+
 def test_accumulation_is_a_larger_batch(go):
     kept = dict(dropout=0.0, layers="delta", steps=4)
     assert go("two", batch=2, accumulate=2, **kept) == pytest.approx(go("four", batch=4, **kept), rel=1e-5)

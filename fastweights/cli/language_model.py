@@ -12,7 +12,8 @@ from fastweights.core import FastWeightError
 from fastweights.models.config import DYNAMIC_LR, Config
 
 FIELDS = {f.name: f for f in fields(Config)}
-TEXT, MODEL, TRAINING, MACHINE = "Text", "Model", "Training", "Machine"  # headings over the options of train
+# headings over the options of train
+TEXT, MODEL, FAST, TRAINING, MACHINE = "Text", "Model", "Fast Weight Layer", "Training", "Machine"
 
 
 def _prepare(command: str) -> None:
@@ -25,7 +26,7 @@ def _field(name: str, heading: str) -> Any:
     """The option for a field of the training configuration, with the field's help and default."""
     field = FIELDS[name]
     default = "" if field.default in ("", 0, 0.0, False) else f" [default: {field.default}]"
-    flag = "--" + name.replace("_", "-")
+    flag = field.metadata["flag"] or "--" + name.replace("_", "-")
     return typer.Option(flag, help=field.metadata["help"] + default, show_default=False, rich_help_panel=heading)
 
 
@@ -48,7 +49,14 @@ def train(
     ff: Annotated[str | None, _field("ff", MODEL)] = None,
     hidden: Annotated[int | None, _field("hidden", MODEL)] = None,
     head: Annotated[str | None, _field("head", MODEL)] = None,
-    fast_hidden: Annotated[int | None, _field("fast_hidden", MODEL)] = None,
+    fast_hidden: Annotated[int | None, _field("fast_hidden", FAST)] = None,
+    refresh: Annotated[int | None, _field("refresh", FAST)] = None,
+    within: Annotated[str | None, _field("within", FAST)] = None,
+    fast_step: Annotated[float | None, _field("fast_step", FAST)] = None,
+    fast_decay: Annotated[float | None, _field("fast_decay", FAST)] = None,
+    fast_clip: Annotated[float | None, _field("fast_clip", FAST)] = None,
+    step_lr: Annotated[float | None, _field("step_lr", FAST)] = None,
+    start: Annotated[str | None, _field("start", FAST)] = None,
     dropout: Annotated[float | None, _field("dropout", MODEL)] = None,
     window: Annotated[int | None, _field("window", MODEL)] = None,
     length: Annotated[int | None, _field("length", TRAINING)] = None,
@@ -85,7 +93,7 @@ def train(
         raise FastWeightError(f"--resume with {', '.join(changes)}; expected no changes: a run goes on as it began")
     if "layers" in changes and {"model", "depth"} & set(changes):
         raise FastWeightError("--layers with --model or --depth; expected one way to say which blocks there are")
-    config = Config.of(preset, **changes)
+    config = training.configured(preset, changes)
     if not resume:
         blocks = ", ".join(config.mixers)
         say(f"{run}: {blocks}; {config.head} head; {config.data} as {config.tokenizer}")

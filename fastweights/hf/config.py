@@ -5,8 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fastweights.core import FastWeightError
-from fastweights.models.config import CHOICES, Config
-from fastweights.models.language_model import FAST
+from fastweights.models.config import CHOICES, PUBLISHED, Config
 
 
 class FastWeightConfig(PreTrainedConfig):
@@ -57,7 +56,7 @@ class FastWeightConfig(PreTrainedConfig):
         super().__init__(**common, **kwargs)
         self.vocab_size, self.hidden_size, self.num_attention_heads = vocab_size, hidden_size, num_attention_heads
         self.intermediate_size, self.feed_forward, self.sliding_window = intermediate_size, feed_forward, sliding_window
-        self.head, self.fast, self.adapt, self.dropout = head, {"size": 0} | FAST | (fast or {}), adapt, dropout
+        self.head, self.fast, self.adapt, self.dropout = head, {"size": 0} | PUBLISHED | (fast or {}), adapt, dropout
         self.use_cache = use_cache
         self.mixers: list[str] = [layers]
         self.mixers = list(self.trunk().mixers)

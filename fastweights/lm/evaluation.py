@@ -103,7 +103,7 @@ def carried(
     with recorded(model.norm) as seen:
         for at in range(0, row.shape[1] - 1, SEGMENT):
             part = row[:, at : at + SEGMENT + 1]
-            scores = model.score(part[:, :-1], part[:, 1:], state, learn=learn)
+            scores = model.score(part[:, :-1], part[:, 1:], state, learn=learn, slow=False)
             state, loss, x = scores.state, scores.loss, seen.pop()
             if cache is not None:
                 loss, kept = cache.score(x, part[:, 1:], loss, kept)

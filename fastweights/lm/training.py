@@ -61,6 +61,8 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     corpus = prepare(config.data, config.tokenizer, cache)
     torch.manual_seed(config.seed)
     model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
+    if config.start:
+        run_folder.start_from(model, Path(config.start), weights=not resume)
     if ranks.first and not resume:
         run_folder.write_config(run, config, model.vocab, corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name,
                             parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
@@ -69,6 +71,15 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
     ranks.end()
     return run
+
+
+def configured(preset: str, changes: dict[str, Any]) -> Config:
+    """The preset with changes; with `start`, the configuration of that run with a Fast Weight Layer to train."""
+    if "start" not in changes:
+        return Config.of(preset, **changes)
+    config, _ = run_folder.read_config(Path(changes["start"]))
+    rest = {name: value for name, value in changes.items() if name != "start"}
+    return config.starting_from(changes["start"], **rest)
 
 
 def _claim(run: Path, config: Config, resume: bool) -> Config:
@@ -86,11 +97,15 @@ def _claim(run: Path, config: Config, resume: bool) -> Config:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.dim() >= 2]
-    others = [p for p in parameters if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=others, weight_decay=0.0)]
+    """AdamW; only matrices decay, and the logarithms of a Fast Weight Layer's steps have a rate of their own."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    steps = [p for n, p in named.items() if n.endswith("fast.steps") and config.fast_options.get("log_steps")]
+    rest = [p for p in named.values() if all(p is not q for q in steps)]
+    matrices, others = [p for p in rest if p.dim() >= 2], [p for p in rest if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=config.weight_decay, peak=config.lr),
+              dict(params=others, weight_decay=0.0, peak=config.lr),
+              dict(params=steps, weight_decay=0.0, peak=config.step_lr)]  # fmt: skip
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -115,6 +130,8 @@ class Trainer:
     def go(self, resume: bool, console: Console | None) -> None:
         c, ranks = self.config, self.ranks
         states, at = checkpoints.restore(self.run, self.model, ranks) if resume else ([], START)
+        if not resume:
+            self.start_steps()
         if c.compile:
             for block in self.model.blocks:
                 block.compile()
@@ -142,6 +159,7 @@ class Trainer:
                 if pause:
                     valid = self.validate()
                     values |= dict(valid_loss=valid, valid_bits_per_byte=log.bits(valid), tokens_per_second=speed)
+                    values |= self.step_sizes()
                 log.point(**values)
                 if pause:
                     if valid < best:
@@ -153,6 +171,21 @@ class Trainer:
                     line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
                     log.console.print(line, highlight=False, markup=False, soft_wrap=True)
                     return
+
+    def start_steps(self) -> None:
+        """The first steps of a refreshed Fast Weight Layer, from the first batch; the same in every process."""
+        if self.model.fast is None or not self.config.refresh:
+            return
+        batch = to_batch(self.batches[0][:8], self.model.vocab - 1, self.ranks.device)
+        with torch.no_grad(), self.autocast:
+            x, _ = self.model(batch[0], None, batch[3])
+        self.model.fast.start_steps(x.float(), self.config.fast_step)
+
+    def step_sizes(self) -> dict[str, float]:
+        """The Fast Weight Layer's steps, to log."""
+        if self.model.fast is None or self.config.parallel == "fsdp":
+            return {}
+        return {f"step_{name}": size for name, size in self.model.fast.step_sizes().items()}
 
     def done(self, step: int, seconds: float) -> float:
         """The share of the run that is behind us, by steps or by time."""
@@ -169,7 +202,7 @@ class Trainer:
         if c.context == "packed" or self.batches.starts_epoch(step) or not states:
             states = [self.empty] * c.accumulate
         for group in self.optimizer.param_groups:
-            group["lr"] = c.lr * rate
+            group["lr"] = group["peak"] * rate
         self.optimizer.zero_grad(set_to_none=True)
         total, after = 0.0, list[State]()
         forget = np.random.default_rng([c.seed, step]).random(len(rows)) < c.forget

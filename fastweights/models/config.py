@@ -32,16 +32,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper-medium": _PAPER | dict(dim=256, length=384, batch=56, steps=400_000),
 }  # fmt: skip
 
+PUBLISHED: dict[str, Any] = dict(normalizer=256.0, step_size=0.5, decay=0.999)  # the published Fast Weight Layer
+
+FAST_FIELDS = ("refresh", "within", "fast_step", "fast_decay", "fast_clip", "step_lr")
+
 DYNAMIC_LR = 8e-4  # of dynamic evaluation: the best of 5e-5 ... 1.6e-3 on validation files of the default run
 
 CHOICES = dict(
-    ff=("swiglu", "relu"), head=("linear", "fwl"), context=("carried", "packed"), parallel=("none", "ddp", "fsdp"),
-    dtype=("auto", "float32", "bfloat16"), device=("auto", "cpu", "cuda"), preset=tuple(PRESETS),
+    ff=("swiglu", "relu"), head=("linear", "fwl"), within=("held", "cumulative"), context=("carried", "packed"),
+    parallel=("none", "ddp", "fsdp"), dtype=("auto", "float32", "bfloat16"), device=("auto", "cpu", "cuda"),
+    preset=tuple(PRESETS),
 )  # fmt: skip
 
 
-def _of(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _of(default: Any, help: str, flag: str = "") -> Any:
+    return field(default=default, metadata={"help": help, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,14 @@ class Config:
     hidden: int = _of(0, "Width of the feed-forward layer; 0 for 4 dim (relu) or 8/3 dim (swiglu).")
     head: str = _of("fwl", "Output layer: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
+    refresh: int = _of(
+        64, "Tokens between updates of the Fast Weight Layer, each at its current weights; 0 for the published layer."
+    )
+    within: str = _of("held", "How it answers the tokens between updates: held, or cumulative, as published.")
+    fast_step: float = _of(1.0, "Steps that the Fast Weight Layer starts with; 1 moves an output by its gradient.")
+    fast_decay: float = _of(0.0, "Share of what it learned that it keeps per token; 0 for all (published: 0.999).")
+    fast_clip: float = _of(0.0, "Largest norm of a token's gradient at each of its layers; 0 for any.")
+    start: str = _of("", "Trained run whose weights are kept; its Fast Weight Layer alone is trained.", "--from")
     dropout: float = _of(0.0, "Share of features dropped after every mixer and feed-forward layer.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
     context: str = _of(
@@ -73,6 +86,7 @@ class Config:
     steps: int = _of(2000, "Steps of the optimiser.")
     minutes: float = _of(0.0, "Minutes within which training finishes, the schedule included; 0 for no limit.")
     lr: float = _of(3e-3, "Peak learning rate.")
+    step_lr: float = _of(0.02, "Peak learning rate of the logarithms of the Fast Weight Layer's steps.")
     final_lr: float = _of(0.05, "Share of the peak learning rate that is left at the end of the cosine.")
     warmup: int = _of(50, "Steps in which the learning rate rises to its peak.")
     clip: float = _of(1.0, "Largest norm of the gradient; a longer one is cut to it.")
@@ -97,6 +111,11 @@ class Config:
                                   f"{self.heads}, each of an even width")  # fmt: skip
         if not 0 <= self.dropout < 1:
             raise FastWeightError(f"dropout is {self.dropout}; expected from 0 to below 1: the share left out")
+        if self.refresh < 0:
+            raise FastWeightError(f"refresh is {self.refresh}; expected tokens between updates, or 0 for the published "
+                                  "layer")  # fmt: skip
+        if self.fast_step <= 0:
+            raise FastWeightError(f"fast_step is {self.fast_step}; expected above 0: its logarithm is learned")
         self.mixers  # noqa: B018 - its checks
 
     @classmethod
@@ -124,11 +143,26 @@ class Config:
             raise FastWeightError(f"layers is {self.layers!r}; expected at least one block")
         return tuple(names)
 
+    def starting_from(self, run: str, **changes: Any) -> "Config":
+        """The configuration that trains a Fast Weight Layer on the run of this one: its defaults, then changes."""
+        own = {f.name: f.default for f in fields(self) if f.name in FAST_FIELDS}
+        return type(self)(**(asdict(self) | own | dict(head="fwl", start=run) | changes))
+
+    @property
+    def fast_options(self) -> dict[str, Any]:
+        """The Fast Weight Layer's arguments. A number divides its losses, so only the past matters to it."""
+        clip = self.fast_clip or None
+        if not self.refresh:  # a sum of gradients must decay, or a long text adds up to anything
+            return PUBLISHED | dict(clip=clip, decay=self.fast_decay or PUBLISHED["decay"])
+        return dict(refresh=self.refresh, within=self.within, normalizer=1.0, step_size=self.fast_step / self.dim,
+                    log_steps=True, clip=clip, decay=self.fast_decay or None)  # fmt: skip
+
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What decides the shape and meaning of the model's weights."""
         names = ("dim", "heads", "ff", "hidden", "head", "fast_hidden", "window", "length")
-        return {"mixers": list(self.mixers)} | {n: getattr(self, n) for n in names}
+        how = ("refresh", "within") if self.refresh and self.head == "fwl" else ()
+        return {"mixers": list(self.mixers)} | {n: getattr(self, n) for n in (*names, *how)}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

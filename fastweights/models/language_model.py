@@ -17,20 +17,19 @@ from fastweights.fwl import FWLState
 from fastweights.models.config import Config
 from fastweights.models.memory import Memory
 from fastweights.models.mixers import Pieces, mixer
+from fastweights.refresh import RefreshState
 from fastweights.torch import head as blockwise
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
-# The Fast Weight Layer: a number divides its losses, so only the past matters; decay bounds what a long text adds up to
-FAST: dict[str, Any] = dict(normalizer=256.0, step_size=0.5, decay=0.999)
 
 
 class State(NamedTuple):
     """What a model remembers: a state per block, and what its Fast Weight Layer has learned, if it has one."""
 
     blocks: list
-    fast: FWLState | None
+    fast: FWLState | RefreshState | None
 
 
 class Scores(NamedTuple):
@@ -102,9 +101,8 @@ class LanguageModel(nn.Module):
         self.fast = None
         if config.head == "fwl":
             hidden = config.fast_hidden or 2 * config.dim
-            self.fast = FWLBlock(
-                config.dim, vocab, inputs=config.dim, hidden=hidden, unembed=self.embedding.weight, **FAST
-            )
+            self.fast = FWLBlock(config.dim, vocab, inputs=config.dim, hidden=hidden, unembed=self.embedding.weight,
+                                 **config.fast_options)  # fmt: skip
 
     def init_state(self, batch: int) -> State:
         """The state before the first token."""
@@ -125,11 +123,12 @@ class LanguageModel(nn.Module):
 
     def score(
         self, tokens: Tensor, labels: Tensor, state: State | None = None, *, weights: Tensor | None = None,
-        pieces: Pieces | None = None, learn: bool = True,
+        pieces: Pieces | None = None, learn: bool = True, slow: bool = True,
     ) -> Scores:  # fmt: skip
         """The loss of each label (B, T) given the tokens (B, T) up to it.
 
         weights (B, T): 0 where a Fast Weight Layer shall not learn from the label.  learn=False: it learns nothing.
+        slow=False: the loss of one that has learned nothing is not wanted.
         """
         state = self.init_state(len(tokens)) if state is None else state
         x, blocks = self(tokens, state, pieces)
@@ -141,16 +140,18 @@ class LanguageModel(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
             return Scores(loss, loss, State(blocks, state.fast))
         weights = torch.ones(labels.shape, device=x.device) if weights is None else weights
-        out = self._learn(x, labels, weights, state.fast, pieces)
+        out = self._learn(x, labels, weights, state.fast, pieces, slow)
         return Scores(out.loss, out.slow_loss, State(blocks, out.state))
 
-    def _learn(self, x, labels, weights, fast, pieces):
+    def _learn(self, x, labels, weights, fast, pieces, slow):
         if pieces is None or pieces.whole:
             fast = fast if pieces is None else map_tensors(pieces.kept, fast)
-            return self.fast.run(x, labels, weights, fast, logits=False)
+            return self.fast.run(x, labels, weights, fast, logits=False, slow=slow)
         out = self.fast.run(x.reshape(1, -1, x.shape[-1]), labels.reshape(1, -1), weights.reshape(1, -1),
-                            map_tensors(pieces.enter, fast), cu_seqlens=pieces.cu_seqlens, logits=False)  # fmt: skip
-        return out._replace(loss=out.loss.view(labels.shape), slow_loss=out.slow_loss.view(labels.shape),
+                            map_tensors(pieces.enter, fast), cu_seqlens=pieces.cu_seqlens, logits=False,
+                            slow=slow)  # fmt: skip
+        of_slow = None if out.slow_loss is None else out.slow_loss.view(labels.shape)
+        return out._replace(loss=out.loss.view(labels.shape), slow_loss=of_slow,
                             state=map_tensors(pieces.leave, out.state))  # fmt: skip
 
     def logits(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -178,14 +179,16 @@ class LanguageModel(nn.Module):
         tokens = self._tokens(text, memory)
         state = self.init_state(1) if memory is None else self._take(memory).state
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        if state.fast is not None and state.fast.waiting.any():  # after generated tokens, one of which is unlearned
+        if isinstance(state.fast, RefreshState):  # after generated tokens, one of which is unlearned
+            state = state._replace(fast=self.fast.label_waiting(inputs[:, 0], state.fast))
+        elif state.fast is not None and state.fast.waiting.any():
             segment = 1
         for at in range(0, inputs.shape[1], segment):
             part = slice(at, at + segment)
             if segment == 1:
                 _, state = self.step(inputs[:, at], state)
             else:
-                state = self.score(inputs[:, part], labels[:, part], state).state
+                state = self.score(inputs[:, part], labels[:, part], state, slow=False).state
         self.train(was_training)
         count = tokens.shape[1] + (0 if memory is None else memory.count - 1)
         return Memory(map_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())

@@ -26,7 +26,8 @@ def read_config(run: Path) -> tuple[Config, dict[str, Any]]:
     content = read_json(run / CONFIG, "the folder of a run that `fastweights train` made")
     if "config" not in content or "vocab" not in content:
         raise FastWeightError(f"{run / CONFIG} has no config; expected a file that `fastweights train` wrote")
-    return Config(**content["config"]), content
+    published = {} if "refresh" in content["config"] else {"refresh": 0}  # a run from before there was another layer
+    return Config(**(content["config"] | published)), content
 
 
 def write_config(run: Path, config: Config, vocab: int, **about: Any) -> None:
@@ -53,3 +54,24 @@ def set_weights(model: LanguageModel, weights: dict[str, torch.Tensor], file: Pa
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise FastWeightError(f"{file} holds other weights than {CONFIG} says: {error}") from None
+
+
+def start_from(model: LanguageModel, run: Path, *, weights: bool = True) -> None:
+    """Keep the weights of a trained run, and leave the Fast Weight Layer of `model` alone to be trained.
+
+    weights: False when the model has them already.  A Fast Weight Layer of the run is taken over, but for its steps.
+    """
+    if model.fast is None:
+        raise FastWeightError(f"head is 'linear' with start {run}; expected 'fwl': the rest of the model is kept")
+    if weights:
+        trained = load(run, device="cpu").state_dict()
+        own = model.state_dict()
+        kept = {n: x for n, x in trained.items() if n != "fast.steps" and n in own and x.shape == own[n].shape}
+        missing = [n for n in own if n not in kept and not n.startswith("fast.")]
+        if missing:
+            got, expected = (tuple(x[missing[0]].shape) if missing[0] in x else "none" for x in (trained, own))
+            raise FastWeightError(f"{missing[0]} of run {run} has shape {got}; expected {expected}: the run to start "
+                                  "from must have the same blocks and vocabulary")  # fmt: skip
+        model.load_state_dict(kept, strict=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("fast."))

@@ -12,7 +12,7 @@ from fastweights import core, fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
-from fastweights.refresh import check_state, labelled
+from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, refresh
 from fastweights.torch.framework import OPS
 
@@ -59,6 +59,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     unembed: nn.Parameter
     unembed_bias: nn.Parameter | None
     scale: nn.Parameter
+    steps: nn.Parameter
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         fresh = state is None
         state = self.init_state(sequences) if state is None else state
         if previous_label is not None:
-            state = labelled(self.config, OPS, state, previous_label, torch.ones_like(previous_label))
+            state = self.label_waiting(previous_label, state)
         return refresh.run(
             self.config, OPS, self._weights(), x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens,
             logits=logits, slow=slow,
@@ -220,6 +221,31 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             weight = torch.zeros_like(state.waiting)
         weight = torch.ones_like(state.waiting) if weight is None else weight
         return fwl.step(self.config, OPS, self._weights(), x, previous_label, weight, state)
+
+    def label_waiting(self, label: Tensor, state: RefreshState) -> RefreshState:
+        """The state of a refreshed block once the label (B,) of its newest token is known; a known one stays."""
+        return labelled(self.config, OPS, state, label, torch.ones_like(label))
+
+    @torch.no_grad()
+    def start_steps(self, x: Tensor, factor: float = 1.0) -> None:
+        """Set each step to `factor` / mean |key|^2: with 1, a token's step moves each layer's output by its gradient.
+
+        x (B, T, D): inputs of the kind the block will see.  A key is what a layer's gradient is multiplied with: its
+        input and the 1 of its bias; for the layer norm its standardised input.
+        """
+        if isinstance(self.config.normalizer, str):
+            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for "
+                                  "start_steps: a step is a token's")  # fmt: skip
+        self._know_inputs(x)
+        slow = fwl.slow_pass(self.config, OPS, self._weights(), x)
+        sizes = [key.double().square().sum(-1).mean() + 1 for key in (x, slow.a, slow.xhat)]
+        steps = factor * self.config.normalizer / torch.stack(sizes).repeat_interleave(2)
+        self.steps.copy_(steps.log() if self.config.log_steps else steps)
+
+    def step_sizes(self) -> dict[str, float]:
+        """The steps by name, as they are now."""
+        steps = self.steps.detach().exp() if self.config.log_steps else self.steps.detach()
+        return dict(zip(fwl.STEPS, steps.tolist(), strict=True))
 
     def _refreshed_step(self, x, previous_label, state, weight):
         if previous_label is not None:

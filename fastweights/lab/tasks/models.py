@@ -92,7 +92,7 @@ def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, fe
 
 
 def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, window: int = 0, dropout: float = 0.0,
-          positions: bool = False, head: str = "linear", fast_hidden: int = 0, features: str = "",
+          positions: bool = False, head: str = "linear", fast_hidden: int = 0, refresh: int = 0, features: str = "",
           norm: str = "") -> LanguageModel:  # fmt: skip
     """The application's model with these mixers, one per block, all of about the same number of parameters.
 
@@ -102,7 +102,7 @@ def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, 
     extra = [sum(p.numel() for p in m.parameters()) - 4 * dim * dim for m in mixers]
     hidden = (8 * dim * dim - max(0, sum(extra) // len(extra))) // (3 * dim) // 8 * 8
     config = Config(layers=f"lstm*{len(names)}", dim=dim, heads=heads, hidden=hidden, head=head, dropout=dropout,
-                    fast_hidden=fast_hidden)  # fmt: skip
+                    fast_hidden=fast_hidden, refresh=refresh)  # fmt: skip
     model = LanguageModel(config, vocab)
     for block, m in zip(model.blocks, mixers, strict=True):
         block.mixer = m
