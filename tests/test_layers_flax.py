@@ -1,7 +1,5 @@
 """What is Flax's own: initial weights, compilation, redraws, precision."""
 
-import doctest
-import importlib
 import subprocess
 import sys
 
@@ -13,13 +11,6 @@ from oracle import assert_close
 from fastweights import FastWeightError
 
 pytestmark = pytest.mark.usefixtures("quiet")
-
-
-@pytest.mark.parametrize("module", ["nn", "sequential"])
-def test_flax_doctests(flax, module):
-    result = doctest.testmod(importlib.import_module(f"fastweights.jax.{module}"))
-    assert result.attempted
-    assert not result.failed
 
 
 def test_jax_works_without_flax():

@@ -101,7 +101,10 @@ def attach(
 ) -> FastHead:
     """Put a Fast Weight Layer before the output embedding of a causal language model; returns it, `model.fast_head`.
 
-        >>> head = attach(model, size=256)                 # logits are what they were, until it is trained
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+        >>> head = attach(model, size=8)  # logits are what they were, until it is trained
         >>> optimizer = torch.optim.Adam(head.parameters())
 
     From then on `model(...)`, `generate`, `Trainer` and `pipeline` go through it. A text longer than the model's

@@ -17,9 +17,15 @@ KIND = "fastweights memory 1"
 class Memory:
     """What a model knows after a text: its state before the text's last token, and that token.
 
-        >>> memory = model.read(b"...")
+        >>> from fastweights.models.config import Config
+        >>> from fastweights.models.language_model import LanguageModel
+        >>> from fastweights.text.tokenizer import Bytes
+        >>> model = LanguageModel(Config(dim=16, heads=2, depth=1), vocab=257)
+        >>> model.tokenizer = Bytes()
+        >>> memory = model.read(b"def area(radius):")
         >>> memory.save("text.memory")
-        >>> tokens = list(generate(model, Memory.load("text.memory", model), 100))
+        >>> Memory.load("text.memory", model).bytes == memory.bytes
+        True
 
     count: tokens read.  fingerprint: of the model it belongs to.
     """
