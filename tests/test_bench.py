@@ -13,6 +13,7 @@ from rich.console import Console
 from fastweights.bench import agree, lengths, machine, memory, peers, report
 from fastweights.bench.case import Case, Contestant, our_method, parse_shape
 from fastweights.bench.timing import Timing, interleave
+from fastweights.files import write_json
 
 TINY = Case("delta", (1, 20, 2, 4, 3))
 
@@ -205,7 +206,7 @@ def test_results_are_written_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "PEERS", ())
     results = memory.run([TINY], repeats=3)
     path = tmp_path / "deep" / "result.json"
-    report.write(path, report.payload("cpu", results))
+    write_json(path, report.payload("cpu", results))
     assert [found.name for found in path.parent.iterdir()] == ["result.json"]
     content = json.loads(path.read_text())
     assert content["machine"]["threads"] == torch.get_num_threads()

@@ -156,13 +156,9 @@ def _write_scoreboard(out: Path | None) -> None:
 
 def _list(out: Path | None) -> None:
     """Claim by claim: the verdict, ours beside the published, seeds and size, computed from the results."""
-    from rich.console import Console
-
     from fastweights.lab.engine import scoreboard
     from fastweights.lab.engine.experiment import about, docstring
 
-    console = Console()
-    say = lambda text, style="": console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     folder = scoreboard.folder_of_results(out)
     found = scoreboard.entries(folder)
     for entry in found:

@@ -16,6 +16,7 @@ from fastweights.fwl import FWLState
 from fastweights.hf.cache import memory_of
 from fastweights.hf.head import FastHead, HeadConfig
 from fastweights.hf.model import real_tokens
+from fastweights.torch.dtypes import accumulation_dtype
 
 NAME = "fast_head"  # of the new part: model.fast_head
 KIND = "fastweights head 1"
@@ -131,7 +132,7 @@ def attach(
         step_size = 0.0 if mode == "residual" else 0.01
     config = HeadConfig(weight.shape[1], size or weight.shape[1], mode=mode, normalizer=normalizer, decay=decay,
                         step_size=step_size, rule=rule, clip=clip, first_order=first_order)  # fmt: skip
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = accumulation_dtype(weight)
     head = FastHead(config, device=weight.device, dtype=wide)
     trained = [p for p in model.parameters() if p.requires_grad] if freeze else []
     for p in trained:

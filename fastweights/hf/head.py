@@ -22,6 +22,7 @@ from fastweights import fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLState, Slow
 from fastweights.torch import head as output
+from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 
 MODES = ("residual", "between")
@@ -99,7 +100,7 @@ class FastHead(nn.Module):
     def init_state(self, batch: int) -> FWLState:
         """What the head knows before the first token."""
         c, like = self.config, self.dense1
-        wide = torch.promote_types(like.dtype, torch.float32)
+        wide = accumulation_dtype(like)
         zeros = lambda *shape: torch.zeros(batch, *shape, dtype=wide, device=like.device)  # noqa: E731
         norm: Any = zeros(1, 1, 2 * c.width) if c.mode == "between" else None
         pending = torch.zeros(batch, c.width, dtype=like.dtype, device=like.device)

@@ -1,7 +1,5 @@
 """JAX, as the code that is written once for every framework sees it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +7,8 @@ from jax import lax
 
 from fastweights.framework import Ops
 from fastweights.jax import head
+from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.ops import fast_weight, feature_map
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """float32, or float64 if it is that."""
-    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
-
 
 OPS = Ops(
     xp=jnp,
@@ -26,9 +19,9 @@ OPS = Ops(
     matmul=jnp.matmul,
     split=lambda x, sizes: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
     shape=jnp.shape,
-    wide=lambda x: x.astype(wide_dtype(x.dtype)),
+    wide=lambda x: x.astype(accumulation_dtype(x)),
     cast=lambda x, like: x.astype(like.dtype),
-    array=lambda numbers, like: jnp.asarray(numbers, wide_dtype(like.dtype)),
+    array=lambda numbers, like: jnp.asarray(numbers, accumulation_dtype(like)),
     zeros=lambda shape, like: jnp.zeros(shape, like.dtype),
     arange=lambda n, like: jnp.arange(n),
     take=jnp.take_along_axis,

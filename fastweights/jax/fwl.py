@@ -12,7 +12,8 @@ from jax import Array
 from fastweights import fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.jax.framework import OPS, wide_dtype
+from fastweights.jax.dtypes import accumulation_dtype
+from fastweights.jax.framework import OPS
 from fastweights.jax.ops import _values
 from fastweights.literals import Normalizer, Rule
 
@@ -145,7 +146,7 @@ class FWLBlock(nn.Module):
         if inputs is None:
             raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or "
                                   'block.apply(variables, batch, method="init_state")')  # fmt: skip
-        zeros = lambda *shape: jnp.zeros((batch, *shape), wide_dtype(dtype))  # noqa: E731
+        zeros = lambda *shape: jnp.zeros((batch, *shape), accumulation_dtype(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), zeros(inputs).astype(dtype), zeros())  # fmt: skip
 
@@ -200,7 +201,7 @@ class FWLBlock(nn.Module):
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""
         x = self._input(x)
-        labels, weights = jnp.asarray(labels), jnp.asarray(weights, wide_dtype(x.dtype))
+        labels, weights = jnp.asarray(labels), jnp.asarray(weights, accumulation_dtype(x))
         inputs = self.inputs
         if self.has_variable("params", "dense1"):
             inputs = self.get_variable("params", "dense1").shape[0]

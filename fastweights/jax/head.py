@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fastweights.jax.dtypes import accumulation_dtype
+
 BLOCK = 2**25  # logits held at a time
 
 
@@ -31,13 +33,9 @@ def loss(n: Array, E: Array, c: Array, labels: Array) -> Array:
 @jax.jit
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Loss (...) per token of logits (..., V) that are there already."""
-    logits = logits.astype(_wide(logits))
+    logits = logits.astype(accumulation_dtype(logits))
     at_label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - at_label
-
-
-def _wide(x):
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 def _width(n, E):
@@ -66,7 +64,7 @@ _head.defvjp(_head_forward, _head_backward)
 
 @partial(jax.jit, static_argnames=("width", "want_r"))
 def _forward(n, E, c, labels, *, width, want_r):
-    wide = _wide(n)
+    wide = accumulation_dtype(n)
 
     def add(carry, i):
         top, total, mean = carry
@@ -90,7 +88,7 @@ def _forward(n, E, c, labels, *, width, want_r):
 
 @partial(jax.jit, static_argnames=("width", "want_r"))
 def _backward(n, E, c, labels, r, log_sum, of_loss, of_r, *, width, want_r):
-    wide = _wide(n)
+    wide = accumulation_dtype(n)
     offset = of_loss
     if want_r:
         mean = r + jnp.take(E, labels, axis=1).T

@@ -21,7 +21,8 @@ from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.attention_config import AttentionConfig
 from fastweights.core import FastWeightError
-from fastweights.jax.framework import OPS, wide_dtype
+from fastweights.jax.dtypes import accumulation_dtype
+from fastweights.jax.framework import OPS
 from fastweights.literals import LayerNorm, Method, Rule
 
 
@@ -119,18 +120,18 @@ class FastWeightAttention(nn.Module):
 
     def _parameter(self, name, config, dtype):
         """A parameter in the dtype that it is used in: the rates and the norm in float32 or wider."""
-        wide = wide_dtype(self.param_dtype)
+        wide = accumulation_dtype(self.param_dtype)
 
         def initial(key):
             uniform = lambda low, high, shape: jax.random.uniform(key, shape, wide, low, high)  # noqa: E731
             return config.initial_value(name, uniform, jnp).astype(self.param_dtype)
 
         matrix = name in ("in_proj", "conv", "out_proj")
-        return self.param(name, initial).astype(dtype if matrix else wide_dtype(dtype))
+        return self.param(name, initial).astype(dtype if matrix else accumulation_dtype(dtype))
 
     def _constants(self, config):
         """FAVOR+'s directions; beside them, the number of the draw that they are."""
-        wide = wide_dtype(self.param_dtype)
+        wide = accumulation_dtype(self.param_dtype)
         projection = self.variable("constants", "projection", lambda: jnp.asarray(config.projection(), wide))
         self.variable("constants", "draws", lambda: jnp.zeros((), jnp.int32))
         return projection.value
@@ -144,7 +145,7 @@ class FastWeightAttention(nn.Module):
     def init_state(self, batch: int) -> AttentionState:
         """The state that None stands for, for an input of `dtype` (`param_dtype` when that is absent)."""
         c, dtype = self.config, self.dtype or self.param_dtype
-        memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), wide_dtype(dtype))
+        memory = jnp.zeros((batch, c.heads, c.feature_width, c.value_width), accumulation_dtype(dtype))
         z = memory[..., 0] if c.attention_norm else None
         return AttentionState(memory, z, jnp.zeros((batch, c.conv - 1, c.channels), dtype) if c.conv else None)
 

@@ -6,17 +6,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from fastweights.core import dtype_name
 from fastweights.framework import Ops
 from fastweights.keras import head
+from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.keras.ops import fast_weight, feature_map
 
 Tensor = Any  # of the backend in use
-
-
-def wide_dtype(dtype: str) -> str:
-    """float32, or float64 if it is that."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,9 +33,9 @@ OPS = Ops(
     matmul=matmul,
     split=lambda x, sizes: ops.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
     shape=ops.shape,
-    wide=lambda x: ops.cast(x, wide_dtype(dtype_name(x))),
+    wide=lambda x: ops.cast(x, accumulation_dtype(x)),
     cast=lambda x, like: ops.cast(x, like.dtype),
-    array=lambda numbers, like: ops.convert_to_tensor(numbers, wide_dtype(dtype_name(like))),
+    array=lambda numbers, like: ops.convert_to_tensor(numbers, accumulation_dtype(like)),
     zeros=lambda shape, like: ops.zeros(shape, like.dtype),
     arange=lambda n, like: ops.arange(ops.shape(like)[1] if n is None else n, dtype="int32"),
     take=ops.take_along_axis,

@@ -10,7 +10,8 @@ from keras import KerasTensor, ops
 from fastweights import core, fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
-from fastweights.keras.framework import OPS, Tensor, wide_dtype
+from fastweights.keras.dtypes import accumulation_dtype
+from fastweights.keras.framework import OPS, Tensor
 from fastweights.keras.nn import add_parameter, random_generator
 from fastweights.keras.ops import _values
 from fastweights.literals import Normalizer, Rule
@@ -159,7 +160,7 @@ class FWLBlock(keras.layers.Layer):
         if not self.built:
             self.build(None)
         c, inputs, dtype = self.config, self.slow_weights["dense1"].shape[0], self.compute_dtype
-        zeros = lambda *shape: ops.zeros((batch, *shape), wide_dtype(dtype))  # noqa: E731
+        zeros = lambda *shape: ops.zeros((batch, *shape), accumulation_dtype(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), ops.cast(zeros(inputs), dtype), zeros())  # fmt: skip
 
@@ -229,7 +230,7 @@ class FWLBlock(keras.layers.Layer):
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""
         x, labels = self._input(x), ops.convert_to_tensor(labels)
-        weights = ops.cast(weights, wide_dtype(self.compute_dtype))
+        weights = ops.cast(weights, accumulation_dtype(self.compute_dtype))
         fwl.check_shapes(self.config, x, labels, weights, self.slow_weights["dense1"].shape[0])
         if len(labels.shape) == 3:
             labels = ops.argmax(labels, -1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras import ops
 
-from fastweights.core import dtype_name
+from fastweights.keras.dtypes import accumulation_dtype
 
 WORDS = 8192  # in a block
 
@@ -33,7 +33,7 @@ def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Loss (...) per token of logits (..., V) that are there already."""
-    logits = ops.cast(logits, _wide(logits))
+    logits = ops.cast(logits, accumulation_dtype(logits))
     top = ops.stop_gradient(ops.amax(logits, -1))
     at_label = ops.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return ops.log(ops.sum(ops.exp(logits - top[..., None]), -1)) + top - at_label
@@ -41,7 +41,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _head(n, E, c, labels, *, want_r):
     """Loss and r side by side, (N, 1 + size), since `custom_gradient` knows one output; without r, (N, 1)."""
-    wide, labels = _wide(n), ops.reshape(labels, (-1,))
+    wide, labels = accumulation_dtype(n), ops.reshape(labels, (-1,))
     blocks = [(a, min(a + WORDS, E.shape[1])) for a in range(0, E.shape[1], WORDS)]
 
     def forward(n, E, c):
@@ -88,7 +88,3 @@ def _head(n, E, c, labels, *, want_r):
         return out, gradient
 
     return ops.custom_gradient(forward)(ops.reshape(n, (-1, E.shape[0])), E, c)
-
-
-def _wide(x):
-    return "float64" if dtype_name(x) == "float64" else "float32"

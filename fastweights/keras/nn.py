@@ -18,7 +18,8 @@ from keras import KerasTensor, ops
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.core import FastWeightError, dtype_name
-from fastweights.keras.framework import OPS, Tensor, wide_dtype
+from fastweights.keras.dtypes import accumulation_dtype
+from fastweights.keras.framework import OPS, Tensor
 from fastweights.literals import LayerNorm, Method, Rule
 
 
@@ -128,7 +129,9 @@ class FastWeightAttention(keras.layers.Layer):
             mask = getattr(x, "_keras_mask", None)  # which Keras hands over itself unless a state is given
         dtype = self.compute_dtype
         matrices = ("in_proj", "conv", "out_proj")  # the rates and the norm are used in float32 or wider
-        weights = {n: ops.cast(w, dtype if n in matrices else wide_dtype(dtype)) for n, w in self.slow_weights.items()}
+        weights = {
+            n: ops.cast(w, dtype if n in matrices else accumulation_dtype(dtype)) for n, w in self.slow_weights.items()
+        }
         layer = SimpleNamespace(**weights, projection=self.projection)
         layer.in_proj, layer.out_proj = (partial(_project, weights[n]) for n in ("in_proj", "out_proj"))
         y, state = attention.forward(
@@ -181,8 +184,8 @@ class FastWeightAttention(keras.layers.Layer):
         """Shape and dtype of each part of the state; an absent one has an axis of length 0."""
         c, dtype = self.config, self.compute_dtype
         key = c.feature_width
-        yield (batch, c.heads, key, c.value_width), wide_dtype(dtype)
-        yield (batch, c.heads, key if c.attention_norm else 0), wide_dtype(dtype)
+        yield (batch, c.heads, key, c.value_width), accumulation_dtype(dtype)
+        yield (batch, c.heads, key if c.attention_norm else 0), accumulation_dtype(dtype)
         yield (batch, c.conv - 1 if c.conv else 0, c.channels), dtype
 
     def _absent_as_empty(self, state):

@@ -37,6 +37,7 @@ from fastweights.torch.cache_sight import (
     unit,
     weigh,
 )
+from fastweights.torch.dtypes import accumulation_dtype
 
 TEMPERATURES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -262,7 +263,7 @@ class NeuralCache:
         return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], -1)
 
     def _state(self, state, x, sequences):
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = accumulation_dtype(x)
         if state is None:
             return self.init_state(sequences, x.shape[-1], device=x.device, dtype=wide)
         if not isinstance(state, CacheState):

@@ -9,22 +9,13 @@ from torch.nn.functional import cross_entropy, pad
 
 from fastweights.framework import Ops
 from fastweights.torch import hand_gradients, head
+from fastweights.torch.dtypes import accumulation_dtype, wide
 from fastweights.torch.ops import fast_weight, feature_map
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 if it is that."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in float32, or as it is if that is float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _array(numbers: tuple[float, ...], like: Tensor) -> Tensor:
     """numbers beside `like`; on a GPU copied there once, since a copy would wait, and break a CUDA graph."""
-    dtype = wide_dtype(like.dtype)
+    dtype = accumulation_dtype(like)
     if like.is_cuda and type(like) is Tensor and not torch.compiler.is_compiling():
         return _kept(numbers, dtype, like.device)
     return torch.tensor(numbers, dtype=dtype, device=like.device)

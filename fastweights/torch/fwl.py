@@ -14,6 +14,7 @@ from fastweights.fwl import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
 from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, refresh
+from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 
 
@@ -198,7 +199,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         inputs = self.dense1.shape[0]
         if c.refresh is not None:
             return refresh.init_state(c, inputs, batch, like)
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(like)
         zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), zeros(inputs, dtype=like.dtype), zeros())  # fmt: skip

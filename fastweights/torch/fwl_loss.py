@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastweights.torch import fwl_passes, head
+from fastweights.torch.dtypes import accumulation_dtype
 
 
 class Shape(NamedTuple):
@@ -70,7 +71,7 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype,
                 config):  # fmt: skip
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(dtype)
         (T, D), learn = x.shape[1:], any(ctx.needs_input_grad)
         passes = passes_for(x, dtype)
         ctx.rest = shape, T, D, E.shape[1], config, [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)]
@@ -197,7 +198,7 @@ def sums(
     """
     chunks = shape.chunks(v)
     within = torch.bmm(ones.expand(len(chunks), -1, -1), chunks)
-    whole = chunks.sum(1, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
+    whole = chunks.sum(1, dtype=accumulation_dtype(v))
     every = whole.sum(0).split(v.shape[1] // 3)
     passes.exclusive(whole.view(shape.B, shape.n, -1), reverse)
     return within.view(v.shape), whole, every

@@ -8,9 +8,7 @@ the gradient of x; three tensors of the block's size side by side, (N, 3 size), 
 import torch
 from torch import Tensor
 
-
-def wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+from fastweights.torch.dtypes import wide
 
 
 def inputs(x: Tensor, length: int, e: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

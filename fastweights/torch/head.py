@@ -17,6 +17,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from fastweights.torch.dtypes import accumulation_dtype
+
 BLOCK = {"cpu": 2**25, "cuda": 2**27}  # logits held at a time
 ALIGNED = 64  # words are filled up to a multiple of it on a GPU, whose matrix units want aligned rows
 
@@ -98,7 +100,7 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def forward(n, words, c, labels, want_r):
-        ones = torch.ones(labels.shape, dtype=_wide(n), device=n.device)
+        ones = torch.ones(labels.shape, dtype=accumulation_dtype(n), device=n.device)
         log_sum, r, _, _ = score(n, words, c, labels, ones, gradient=want_r, learn=False)
         return losses(n, words, c, labels, log_sum), n.new_empty(0) if r is None else r, log_sum
 
@@ -118,10 +120,6 @@ class Head(torch.autograd.Function):
         return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
 
 
-def _wide(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _add_product(out, a, b):
     """out += a b, where out may be wider than a and b."""
     if out.dtype == a.dtype:
@@ -138,7 +136,7 @@ def _at_label(n, words, labels, *, r=None, c=None):
         from fastweights.torch.kernels import head as kernels
 
         return kernels.at_label(n, words, labels, r, c)
-    mine = words.index_select(0, labels).to(_wide(n))
+    mine = words.index_select(0, labels).to(accumulation_dtype(n))
     dots = (n * (mine if r is None else mine + r)).sum(1)
     return dots if c is None else dots + c.index_select(0, labels)
 

@@ -12,7 +12,8 @@ from torch.nn import init
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.literals import LayerNorm, Method, Rule
-from fastweights.torch.framework import OPS, wide_dtype
+from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.framework import OPS
 
 
 class FastWeightAttention(nn.Module):
@@ -151,7 +152,9 @@ class FastWeightAttention(nn.Module):
         c, weight = self.config, next(self.parameters())
         device = weight.device if device is None else device
         dtype = weight.dtype if dtype is None else dtype
-        memory = torch.zeros(batch, c.heads, c.feature_width, c.value_width, dtype=wide_dtype(dtype), device=device)
+        memory = torch.zeros(
+            batch, c.heads, c.feature_width, c.value_width, dtype=accumulation_dtype(dtype), device=device
+        )
         z = memory[..., 0].clone() if c.attention_norm else None
         conv = torch.zeros(batch, c.conv - 1, c.channels, dtype=dtype, device=device) if c.conv else None
         return AttentionState(memory, z, conv)

@@ -17,6 +17,7 @@ from fastweights.framework import Ops
 from fastweights.fwl import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
 from fastweights.torch import head
+from fastweights.torch.dtypes import accumulation_dtype
 
 Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
 
@@ -188,7 +189,7 @@ def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
 
 def init_state(config: FWLConfig, inputs: int, batch: int, like: Tensor) -> RefreshState:
     """The state before the first token, on the device of `like`, a parameter."""
-    wide = torch.promote_types(like.dtype, torch.float32)
+    wide = accumulation_dtype(like)
     C, F, size = config.refresh, config.hidden_width, config.size
     zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
     return RefreshState(zeros(1, inputs + 1, F), zeros(1, F + 1, size), zeros(1, 1, 2 * size),
