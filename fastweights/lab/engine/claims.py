@@ -14,6 +14,7 @@ from fastweights.lab.engine.results import Row
 
 Verdict = Literal["reproduced", "partly", "not", "opposite"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "opposite")
+Judge = Callable[[list[Row]], tuple[Verdict, str]]  # rows -> verdict, our numbers as text
 OURS = "ours"  # source of a statement that no paper makes: a control, or a finding of this project
 
 
@@ -30,7 +31,7 @@ class Claim:
     says: str
     published: str
     source: str
-    judge: Callable[[list[Row]], tuple[Verdict, str]]
+    judge: Judge
     where: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:

@@ -98,6 +98,10 @@ def page(folder: Path) -> str:
         *(_count_line(e) for e in found),
         "",
         *_pages(folder),
+        "To run one again: `fastweights reproduce NAME --data FOLDER`. Nothing is downloaded; FOLDER holds the corpora",
+        "that the experiment reads, of `wikitext-2/wiki.{train,valid,test}.tokens`, `enwik8` (or `enwik8.xz`),",
+        "`babi/en/qa*.txt` and `multi30k/{train,val,test_2016_flickr}.{en,de}`; with `--smoke` none is needed.",
+        "",
     ]
     for e in found:
         picture = f" ([figure]({e.name}.png), [CSV]({e.name}.csv))" if not e.reason else ""

@@ -15,12 +15,14 @@ Differs: WikiText-2 (2 M words), windows at random places in training and whole 
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import OURS, Claim, held, less
-from fastweights.lab.engine.results import mean_over
+from fastweights.lab.engine.claims import OURS, Claim, Judge, Verdict, held, less
+from fastweights.lab.engine.experiment import Report
+from fastweights.lab.engine.results import Arm, Row, mean_over
 
 # variants: (decay, length of a window in training) of the layer; batches hold as many tokens for any length
 FULL: dict[str, Any] = dict(
@@ -38,28 +40,42 @@ WHERE = (("position", 0, 1024, "later in the document"), ("frequency", 10_000, 1
          ("repetition", 0, 4, "on repeated words"))  # fmt: skip
 
 
-def arms(bodies, corpus, dim, depth, length, batch, tokens, lr, scored, limit, seeds, variants):
+def arms(
+    *,
+    bodies: tuple[str, ...],
+    corpus: str,
+    dim: int,
+    depth: int,
+    length: int,
+    batch: int,
+    tokens: float,
+    lr: float,
+    scored: int,
+    limit: int,
+    seeds: int,
+    variants: tuple[tuple[float, int], ...],
+) -> list[Arm]:
     """static: without learning, and dynamic evaluation;  plain: without, trained on another length;  fast: with."""
     rest = dict(corpus=corpus, dim=dim, depth=depth, tokens=int(tokens), lr=lr, scored=scored, limit=limit)
     sizes = {n: dict(length=n, batch=batch * length // n) for n in (length, *(n for _, n in variants))}
-    kinds = [dict(what="static" if n == length else "plain", **sizes[n]) for n in sizes]
+    kinds: list[Arm] = [dict(what="static" if n == length else "plain", **sizes[n]) for n in sizes]
     kinds += [dict(what="fast", decay=decay, **sizes[n]) for decay, n in variants]
     found = [dict(kind, body=body, seed=seed, **rest) for seed in range(seeds) for body in bodies for kind in kinds]
     corpora, kept = dict.fromkeys((corpus, "stdlib-bytes")), dict(dim=dim, depth=depth, scored=scored, limit=limit)
     return found + [dict(what="cost", body=body, seed=0, corpus=c, **kept) for body in bodies for c in corpora]
 
 
-def cost(arm):
+def cost(arm: Arm) -> float:
     return {"static": 180, "fast": 100, "plain": 50}.get(arm["what"], 5)
 
 
-def data(arm):
+def data(arm: Arm) -> tuple[str, ...]:
     from fastweights.lab.tasks.corpora import FILES
 
     return FILES.get(arm["corpus"], ())
 
 
-def run(arm, *, device, report):
+def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import numpy as np
 
     from fastweights.lab.tasks import corpora
@@ -103,7 +119,7 @@ def variants(rows: list[dict]) -> list[dict]:
     return [dict(length=length, decay=-decay) for length, decay in sorted(found)]
 
 
-def table(rows):
+def table(rows: list[Row]) -> list[Row]:
     whole = [r for r in rows if r["by"] == "all"]
     costs = {(r["body"], r["mode"]): r for r in rows if r["by"] == "cost" and r["corpus"] == rows[0]["corpus"]}
     shown = []
@@ -117,7 +133,7 @@ def table(rows):
     return shown
 
 
-def plot(rows, path: Path):
+def plot(rows: list[Row], path: Path) -> None:
     import numpy as np
 
     from fastweights.lab.tasks.document_losses import BINS
@@ -147,7 +163,7 @@ def plot(rows, path: Path):
         plotting.key(np.ravel(axes)[2], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
-def _curves(rows) -> list[tuple[str, dict, dict[str, Any]]]:
+def _curves(rows: list[Row]) -> list[tuple[str, dict, dict[str, Any]]]:
     """(label, gains, look) of dynamic evaluation, of each layer, and of the published one, which starts afresh."""
     kinds = variants(rows)
     curves = [("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.colour("linear")))]
@@ -161,7 +177,7 @@ def _curves(rows) -> list[tuple[str, dict, dict[str, Any]]]:
     return curves
 
 
-def size(rows):
+def size(rows: list[Row]) -> str:
     some = next((r for r in rows if "parameters" in r), None)
     body = f"{rows[0]['depth']} blocks of width {rows[0]['dim']}"
     return (
@@ -171,12 +187,12 @@ def size(rows):
     )
 
 
-def _published_form(rows):
+def _published_form(rows: list[Row]) -> dict[str, Any]:
     """Which layer is the paper's: nothing forgotten within a window, all of it after, the longest windows."""
     return dict(decay=1.0, length=max(kind["length"] for kind in variants(rows)))
 
 
-def _learning_gains(rows):
+def _learning_gains(rows: list[Row]) -> tuple[Verdict, str]:
     form = _published_form(rows)
     whole, slow = gains(rows, "restart", **form), gains(rows, "slow", **form)
     learned = {body: whole[body, "all", 0][0] - slow[body, "all", 0][0] for body in _bodies(rows)}
@@ -188,14 +204,14 @@ def _learning_gains(rows):
     return less((-gain, 0.0) for gain in learned.values()), "; ".join(said)
 
 
-def _bodies(rows):
+def _bodies(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(r["body"] for r in rows))
 
 
-def _gains_more(by, few, many):
+def _gains_more(by: str, few: int, many: int) -> Judge:
     """A judge: the layer as published gains more in bin `many` than in bin `few`, with every body."""
 
-    def judge(rows):
+    def judge(rows: list[Row]) -> tuple[Verdict, str]:
         found = gains(rows, "restart", **_published_form(rows))
         pairs = {body: (found[body, by, few][0], found[body, by, many][0]) for body in _bodies(rows)}
         said = [f"{body} body {b:+.3f} against {a:+.3f} nats" for body, (a, b) in pairs.items()]
@@ -204,15 +220,15 @@ def _gains_more(by, few, many):
     return judge
 
 
-def _times_static(rows, mode):
+def _times_static(rows: list[Row], mode: str) -> dict[tuple[str, str], float]:
     costs = {(r["body"], r["corpus"], r["mode"]): r["operations"] for r in rows if r["by"] == "cost"}
     return {(b, c): n / costs[b, c, "static"] for (b, c, m), n in costs.items() if m == mode}
 
 
-def _costs(mode, condition):
+def _costs(mode: str, condition: Callable[[float], bool]) -> Judge:
     """A judge: operations per token, in those of static reading."""
 
-    def judge(rows):
+    def judge(rows: list[Row]) -> tuple[Verdict, str]:
         times = _times_static(rows, mode)
         said = ", ".join(f"{x:.1f} times ({body} body, {corpus})" for (body, corpus), x in times.items())
         return held(condition(x) for x in times.values()), said
@@ -220,7 +236,7 @@ def _costs(mode, condition):
     return judge
 
 
-def _decay_carries_on(rows):
+def _decay_carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     longest = max(kind["length"] for kind in variants(rows))
     found = gains(rows, "fast", decay=0.999, length=longest)
     beyond = {body: found[body, "position", longest][0] for body in _bodies(rows)}
@@ -271,6 +287,6 @@ CLAIMS = (
 )
 
 
-def check_smoke(rows):
+def check_smoke(rows: list[Row]) -> list[str]:
     assert all(math.isfinite(r["nats"]) for r in rows if r["by"] != "cost"), "a loss is not finite"
     return ["static, dynamic and fast scores are finite, in every bin"]

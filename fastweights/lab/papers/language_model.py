@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, held, less
-from fastweights.lab.engine.results import mean_over
+from fastweights.lab.engine.claims import Claim, Judge, Verdict, held, less
+from fastweights.lab.engine.experiment import Report
+from fastweights.lab.engine.results import Arm, Row, mean_over
 
 # Perplexity on valid and test. Tables 2 and 5: small models, limited context; Table 4: medium, unbounded.
 PUBLISHED = {
@@ -60,7 +61,18 @@ SMOKE: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def arms(parts, dim, depth, length, batch, tokens, lr, limit, seeds):
+def arms(
+    *,
+    parts: tuple[tuple[str, str, tuple[str, ...]], ...],
+    dim: int,
+    depth: int,
+    length: int,
+    batch: int,
+    tokens: float,
+    lr: float,
+    limit: int,
+    seeds: int,
+) -> list[Arm]:
     rest = dict(dim=dim, depth=depth, length=length, batch=batch, tokens=int(tokens), lr=lr, limit=limit)
     found = []
     for seed in range(seeds):
@@ -71,11 +83,11 @@ def arms(parts, dim, depth, length, batch, tokens, lr, limit, seeds):
     return found
 
 
-def cost(arm):
+def cost(arm: Arm) -> float:
     return 35 * arm["tokens"] / 6e6
 
 
-def data(arm):
+def data(arm: Arm) -> tuple[str, ...]:
     from fastweights.lab.tasks.corpora import FILES
 
     return FILES.get(arm["corpus"], ())
@@ -97,7 +109,7 @@ def make(arm: dict, vocab: int) -> Any:
     return models.build([name] * depth, vocab, positions=arm["positions"], features=FEATURES.get(name, ""), **how)
 
 
-def run(arm, *, device, report):
+def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     from fastweights.lab.tasks import corpora
     from fastweights.lab.tasks.language_modelling import carried_numbers, score_carried, score_windows, train
 
@@ -119,7 +131,7 @@ def run(arm, *, device, report):
     return [row]
 
 
-def table(rows):
+def table(rows: list[Row]) -> list[Row]:
     shown = []
     for (group, corpus, model, positions), own in _groups(rows).items():
         published = PUBLISHED.get((group, model)) if corpus.endswith("words") else None
@@ -132,7 +144,7 @@ def table(rows):
     return shown
 
 
-def _groups(rows):
+def _groups(rows: list[Row]) -> dict[tuple, dict[str, float]]:
     """{(group, corpus, model, positions): means over seeds}."""
     by = ("group", "read", "model", "positions")
     columns = ("valid_perplexity", "test_perplexity", "test_bits_per_byte", "parameters", "state", "train_seconds")
@@ -140,7 +152,7 @@ def _groups(rows):
     return {key: {c: round(means[c][key][0], 4) for c in columns} for key in means["test_perplexity"]}
 
 
-def plot(rows, path: Path):
+def plot(rows: list[Row], path: Path) -> None:
     import numpy as np
 
     groups = _groups(rows)
@@ -165,19 +177,19 @@ def plot(rows, path: Path):
             ax.axis("off")
 
 
-def _label(group, model, positions, words):
+def _label(group: str, model: str, positions: bool, words: bool) -> str:
     published = PUBLISHED.get((group, model)) if words and (positions or group != "limited") else None
     name = model + "*" * (group == "limited" and not positions)
     return name if published is None else f"{name} [{'>' * (published[1] == 260.0)}{published[1]:g}]"
 
 
-def _colour(model):
+def _colour(model: str) -> str:
     kinds = {"transformer": "softmax", "dpfp-sum": "linear", "hybrid": "gated-delta", "gated-delta": "gated-delta"}
     name = "softmax" if model.startswith("softmax") else kinds.get(model, model)
     return plotting.colour("delta" if name.endswith("-delta") and name not in kinds else name)
 
 
-def size(rows):
+def size(rows: list[Row]) -> str:
     some = rows[0]
     sizes = sorted({round(r["parameters"] / 1e6, 1) for r in rows})
     parameters = " to ".join(f"{s:g}" for s in dict.fromkeys((sizes[0], sizes[-1])))
@@ -185,24 +197,26 @@ def size(rows):
     return f"{some['depth']} blocks of width {some['dim']}, {parameters} M parameters, {tokens}"
 
 
-def _test(rows, group):
+def _test(rows: list[Row], group: str) -> dict[tuple, tuple[float, float, float]]:
     """{(corpus, model, positions): test perplexity: mean, lowest, highest}."""
     return mean_over([r for r in rows if r["group"] == group], ("read", "model", "positions"), "test_perplexity")
 
 
-def _compared(found, one, other, positions):
+def _compared(
+    found: dict[tuple, tuple[float, float, float]], one: str, other: str, positions: bool
+) -> list[tuple[str, float, float]]:
     """[(corpus, perplexity of one, of other)] for the corpora that have both."""
     corpora = dict.fromkeys(corpus for corpus, _, _ in found)
     pairs = [(c, found.get((c, one, positions)), found.get((c, other, positions))) for c in corpora]
     return [(c, a[0], b[0]) for c, a, b in pairs if a and b]
 
 
-def _order(group, *pairs, positions=True):
+def _order(group: str, *pairs: tuple[str, str], positions: bool = True) -> Judge:
     """A judge: the first model of each pair has the lower perplexity, on every corpus that has both."""
 
-    def judge(rows):
+    def judge(rows: list[Row]) -> tuple[Verdict, str]:
         found = _test(rows, group)
-        compared = {pair: _compared(found, *pair, positions) for pair in pairs}
+        compared = {pair: _compared(found, *pair, positions=positions) for pair in pairs}
         said = [f"{one} against {other}: " + ", ".join(f"{a:.4g} / {b:.4g} ({c})" for c, a, b in results)
                 for (one, other), results in compared.items()]  # fmt: skip
         return less((a, b) for results in compared.values() for _, a, b in results), "; ".join(said)
@@ -210,7 +224,7 @@ def _order(group, *pairs, positions=True):
     return judge
 
 
-def _closes_the_gap(rows):
+def _closes_the_gap(rows: list[Row]) -> tuple[Verdict, str]:
     found = _test(rows, "limited")
     shares = {}
     for corpus, delta, total in _compared(found, "elu-delta", "linear", True):
@@ -219,7 +233,7 @@ def _closes_the_gap(rows):
     return held(s > 0.5 for s in shares.values()), ", ".join(f"{s:.0%} ({c})" for c, s in shares.items())
 
 
-def _carries_on(rows):
+def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     """The delta rule reads on beyond its windows without loss: no worse than with limited context."""
     far, near = _test(rows, "unbounded"), _test(rows, "limited")
     found = [(c, far[c, "elu-delta", False][0], near[c, "elu-delta", False][0])
@@ -228,14 +242,14 @@ def _carries_on(rows):
     return less((a, b) for _, a, b in found), f"perplexity {ours}"
 
 
-def _positions_are_not_needed(rows):
+def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
     found = _test(rows, "limited")
     pairs = [(c, m, numbers[0], found[c, m, True][0]) for (c, m, positions), numbers in found.items() if not positions]
     ours = ", ".join(f"{m} {a:.4g} without, {b:.4g} with positions ({c})" for c, m, a, b in pairs)
     return less((a, b) for _, _, a, b in pairs), f"perplexity: {ours}"
 
 
-def _said(group, *names):
+def _said(group: str, *names: str) -> str:
     return ", ".join(f"{n} {'over ' * (PUBLISHED[group, n][1] == 260.0)}{PUBLISHED[group, n][1]:g}" for n in names)
 
 
@@ -310,7 +324,7 @@ CLAIMS = (
 )
 
 
-def check_smoke(rows):
+def check_smoke(rows: list[Row]) -> list[str]:
     finite = [v["test_perplexity"] for v in _groups(rows).values()]
     assert max(finite) < 256, f"perplexities of bytes are {finite}, worse than guessing"
     return [f"every model learns: perplexities of bytes from {min(finite):.0f} to {max(finite):.0f} after a moment"]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import OURS, Claim, held, less, spread
-from fastweights.lab.engine.results import mean_over
+from fastweights.lab.engine.claims import OURS, Claim, Verdict, held, less, spread
+from fastweights.lab.engine.experiment import Report
+from fastweights.lab.engine.results import Arm, Row, mean_over
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "dpfp-sum", "elu-delta", "dpfp-delta", "delta", "gated-delta", "lstm"),
@@ -25,16 +26,18 @@ SMOKE: dict[str, Any] = dict(models=("softmax", "delta"), dim=16, depth=1, token
 SUM, DELTA = ("linear", "dpfp-sum"), ("elu-delta", "dpfp-delta", "delta", "gated-delta")
 
 
-def arms(models, dim, depth, tokens, epochs, lr, limit, seeds):
+def arms(
+    *, models: tuple[str, ...], dim: int, depth: int, tokens: int, epochs: int, lr: float, limit: int, seeds: int
+) -> list[Arm]:
     rest = dict(dim=dim, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
     return [dict(model=m, seed=s, **rest) for s in range(seeds) for m in models]
 
 
-def cost(arm):
+def cost(arm: Arm) -> float:
     return 85 * arm["epochs"] / 24
 
 
-def run(arm, *, device, report):
+def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -46,10 +49,10 @@ def run(arm, *, device, report):
     model = models.build([arm["model"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4, dropout=0.1).to(device)
     to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731
 
-    def answers(words):
+    def answers(words: torch.Tensor) -> torch.Tensor:
         return model(words)[0] @ model.embedding.weight[1 + len(found.words) :].mT
 
-    def objective(words, labels):
+    def objective(words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy(answers(words).float().flatten(0, 1), labels.flatten(), ignore_index=-1)
 
     train, order = list(found.train), random.Random(arm["seed"])
@@ -67,15 +70,15 @@ def run(arm, *, device, report):
     return [dict(read=found.name, parameters=parameters, task=task, error=error) for task, error in errors.items()]
 
 
-def data(arm):
+def data(arm: Arm) -> tuple[str, ...]:
     return ("babi/en/qa*_train.txt", "babi/en/qa*_test.txt")
 
 
-def _means(rows):
+def _means(rows: list[Row]) -> dict[tuple, float]:
     return {key: m[0] for key, m in mean_over(rows, ("model", "task"), "error").items()}
 
 
-def table(rows):
+def table(rows: list[Row]) -> list[Row]:
     from fastweights.lab.tasks.babi_stories import TASKS
 
     means = _means(rows)
@@ -85,7 +88,7 @@ def table(rows):
     return [*shown, dict(task="mean") | {m: sum(means[m, t] for t in tasks) / len(tasks) for m in names}]
 
 
-def plot(rows, path: Path):
+def plot(rows: list[Row], path: Path) -> None:
     import numpy as np
 
     from fastweights.lab.tasks.babi_stories import TASKS
@@ -105,34 +108,34 @@ def plot(rows, path: Path):
         ax.axvline(len(tasks) - 0.5, color="white", linewidth=3)
 
 
-def size(rows):
+def size(rows: list[Row]) -> str:
     some = rows[0]
     parameters = f"{some['parameters'] / 1e6:.1f} M parameters"
     return f"{some['depth']} blocks of width {some['dim']}, {parameters}, {some['epochs']} epochs"
 
 
-def _errors(rows):
+def _errors(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
     """{model: mean, lowest and highest over seeds of the mean error over tasks, in percent}."""
     by_seed = mean_over(rows, ("model", "seed"), "error")
     found = [dict(model=model, error=100 * numbers[0]) for (model, _), numbers in by_seed.items()]
     return {model: numbers for (model,), numbers in mean_over(found, ("model",), "error").items()}
 
 
-def _near_softmax(rows):
+def _near_softmax(rows: list[Row]) -> tuple[Verdict, str]:
     error = _errors(rows)
     memories = [m for m in error if m not in ("softmax", "lstm")]
     ours = ", ".join(f"{m} {spread(error[m], '.1f')}" for m in sorted(error, key=lambda m: error[m][0]))
     return held(error[m][0] < error["softmax"][0] + NEAR for m in memories), f"mean error in %: {ours}"
 
 
-def _delta_beats_sum(rows):
+def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     error = _errors(rows)
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum")]
     ours = "; ".join(f"{a} {spread(error[a], '.1f')} against {b} {spread(error[b], '.1f')}" for a, b in pairs)
     return less((error[a][0], error[b][0]) for a, b in pairs), f"mean error in %: {ours}"
 
 
-def _delta_beats_softmax(rows):
+def _delta_beats_softmax(rows: list[Row]) -> tuple[Verdict, str]:
     error = _errors(rows)
     ours = ", ".join(f"{m} {error[m][0]:.1f}" for m in (*DELTA, "softmax"))
     return less((error[m][0], error["softmax"][0]) for m in DELTA), f"mean error in %: {ours}"
@@ -168,7 +171,7 @@ CLAIMS = (
 )
 
 
-def check_smoke(rows):
+def check_smoke(rows: list[Row]) -> list[str]:
     worst = max(v[0] for v in mean_over(rows, ("model",), "error").values())
     assert worst < 0.83, f"wrong answers {worst:.2f}, no better than guessing one of six places"
     return [f"every model answers better than chance: at most {worst:.2f} wrong of 0.83"]

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, held, less, spread
-from fastweights.lab.engine.results import mean_over
+from fastweights.lab.engine.claims import Claim, Verdict, held, less, spread
+from fastweights.lab.engine.experiment import Report
+from fastweights.lab.engine.results import Arm, Row, mean_over
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "performer", "dpfp-sum", "retnet", "elu-delta", "dpfp-delta", "delta", "gated-delta"),
@@ -29,17 +30,27 @@ SUM = ("linear", "performer", "dpfp-sum", "retnet")
 VALID, TEST = 20_000, 10_000  # added to an arm's seed: other sequences than in training
 
 
-def arms(models, widths, pairs, vocab, batch, steps, rates, seeds):
+def arms(
+    *,
+    models: tuple[str, ...],
+    widths: tuple[int, ...],
+    pairs: int,
+    vocab: int,
+    batch: int,
+    steps: int,
+    rates: tuple[float, ...],
+    seeds: int,
+) -> list[Arm]:
     rest = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps)
     return [dict(model=m, width=w, seed=s, **rest, lr=lr) for s in range(seeds) for lr in rates for w in widths
             for m in models]  # fmt: skip
 
 
-def cost(arm):
+def cost(arm: Arm) -> float:
     return 12 * arm["steps"] / 1000
 
 
-def run(arm, *, device, report):
+def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -70,19 +81,19 @@ def run(arm, *, device, report):
             for n, valid, test in zip(counts(most), *shares.values(), strict=True)]  # fmt: skip
 
 
-def best_rates(rows) -> dict[tuple, float]:
+def best_rates(rows: list[Row]) -> dict[tuple, float]:
     """{(width, model): the learning rate with which it recalls most validation sequences, over all pairs and seeds}."""
     means = mean_over(rows, ("width", "model", "lr"), "valid")
     return {(width, model): lr for (width, model, lr), _ in sorted(means.items(), key=lambda found: found[1][0])}
 
 
-def suited(rows) -> list[dict]:
+def suited(rows: list[Row]) -> list[Row]:
     """The rows of each model and width with the learning rate that suits it."""
     best = best_rates(rows)
     return [r for r in rows if r["lr"] == best[r["width"], r["model"]]]
 
 
-def table(rows):
+def table(rows: list[Row]) -> list[Row]:
     rates, means = best_rates(rows), mean_over(suited(rows), ("width", "model", "tested"), "accuracy")
     shown: dict[tuple, dict[str, Any]] = {}
     for (width, model, tested), (mean, _, _) in sorted(means.items(), key=lambda m: m[0][:1]):
@@ -91,7 +102,7 @@ def table(rows):
     return list(shown.values())
 
 
-def plot(rows, path: Path):
+def plot(rows: list[Row], path: Path) -> None:
     rows = suited(rows)
     widths, tested = (sorted({r[c] for r in rows}) for c in ("width", "tested"))
     found = {r["model"] for r in rows}
@@ -117,17 +128,17 @@ def plot(rows, path: Path):
         plotting.key(panels[-1], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
-def size(rows):
+def size(rows: list[Row]) -> str:
     widths = ", ".join(map(str, sorted({r["width"] for r in rows})))
     return f"widths {widths}; {rows[0]['pairs']} pairs, {rows[0]['steps']:,} steps"
 
 
-def _recalled(rows):
+def _recalled(rows: list[Row]) -> dict[tuple, float]:
     """{(width, model): share recalled, mean over numbers of pairs and seeds, each model at the rate that suits it}."""
     return {key: numbers[0] for key, numbers in mean_over(suited(rows), ("width", "model"), "accuracy").items()}
 
 
-def _attention_recalls_all(rows):
+def _attention_recalls_all(rows: list[Row]) -> tuple[Verdict, str]:
     most = max(r["tested"] for r in rows)
     found = mean_over([r for r in suited(rows) if r["tested"] == most], ("width",), "accuracy")
     ours = ", ".join(
@@ -136,7 +147,7 @@ def _attention_recalls_all(rows):
     return held(share[0] > 0.9 for share in found.values()), ours
 
 
-def _memories_need_width(rows):
+def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
     share = _recalled(rows)
     widths = sorted({w for w, _ in share})
     named = [m for m in (*DELTA, *SUM) if (widths[0], m) in share]
@@ -145,7 +156,7 @@ def _memories_need_width(rows):
     return less(pairs), f"at widths {', '.join(map(str, widths))}: {ours}"
 
 
-def _delta_beats_sum(rows):
+def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     share = _recalled(rows)
     widths = sorted({w for w, _ in share})
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")]
@@ -182,7 +193,7 @@ CLAIMS = (
 )
 
 
-def check_smoke(rows):
+def check_smoke(rows: list[Row]) -> list[str]:
     means = mean_over(suited(rows), ("width", "model", "tested"), "accuracy")
     chance = 2 / rows[0]["vocab"]
     worst = min(m[0] for m in means.values())

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, held, less, spread
-from fastweights.lab.engine.results import mean_over
+from fastweights.lab.engine.claims import Claim, Verdict, held, less, spread
+from fastweights.lab.engine.experiment import Report
+from fastweights.lab.engine.results import Arm, Row, mean_over
 
 # kind -> BLEU on newstest2014, Table 1, at as many features per head
 PUBLISHED = {"softmax": 27.7, "elu+1": 26.8, "favor-32": 24.4, "favor-128": 25.3, "favor-256": 27.7, "dpfp-2": 26.9,
@@ -26,16 +27,27 @@ SMOKE: dict[str, Any] = dict(kinds=("softmax", "dpfp-1"), dim=32, heads=2, depth
                              limit=300, seeds=1)  # fmt: skip
 
 
-def arms(kinds, dim, heads, depth, tokens, epochs, lr, limit, seeds):
+def arms(
+    *,
+    kinds: tuple[str, ...],
+    dim: int,
+    heads: int,
+    depth: int,
+    tokens: int,
+    epochs: int,
+    lr: float,
+    limit: int,
+    seeds: int,
+) -> list[Arm]:
     rest = dict(dim=dim, heads=heads, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
     return [dict(kind=k, seed=s, **rest) for s in range(seeds) for k in kinds]
 
 
-def cost(arm):
+def cost(arm: Arm) -> float:
     return 95 * arm["epochs"] / 16
 
 
-def run(arm, *, device, report):
+def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -49,7 +61,7 @@ def run(arm, *, device, report):
     sizes, dropout = (len(found.source) + 4, len(found.target) + 4), 0.0 if report.smoke else 0.2
     model = Translator(*sizes, **how, dropout=dropout).to(device)
 
-    def objective(source, target):
+    def objective(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         logits = model(source, target[:, :-1]).float().flatten(0, 1)
         wanted = target[:, 1:].flatten()
         return cross_entropy(logits, wanted, ignore_index=sentence_pairs.PAD, label_smoothing=0.1)
@@ -76,12 +88,12 @@ def run(arm, *, device, report):
     return [row]
 
 
-def data(arm):
+def data(arm: Arm) -> tuple[str, ...]:
     return tuple(f"multi30k/{split}.{language}" for split in ("train", "val", "test_2016_flickr")
                  for language in ("en", "de"))  # fmt: skip
 
 
-def table(rows):
+def table(rows: list[Row]) -> list[Row]:
     means = {c: mean_over(rows, ("kind",), c) for c in ("valid_bleu", "test_bleu", "seconds")}
     width = {r["kind"]: r.get("features") for r in rows}
     return [dict(attention=k, features=width[k], valid=means["valid_bleu"][k,][0], test=means["test_bleu"][k,][0],
@@ -89,7 +101,7 @@ def table(rows):
             for k in width]  # fmt: skip
 
 
-def plot(rows, path: Path):
+def plot(rows: list[Row], path: Path) -> None:
     shown = table(rows)
     note = "[as published: WMT14, a far larger task, so compare the order and not the height]"
     with plotting.figure(path, size=(7.2, 0.9 + 0.5 * len(shown)), title="Translation, BLEU by kind of attention",
@@ -101,35 +113,35 @@ def plot(rows, path: Path):
         ax.set(xlabel="test BLEU", xlim=(0, 1.12 * max(r["test"] for r in shown)))
 
 
-def _label(row):
+def _label(row: Row) -> str:
     features = f", {row['features']} features" if row["features"] else ""
     return row["attention"] + features + (f" [{row['paper_test']}]" if row["paper_test"] else "")
 
 
-def size(rows):
+def size(rows: list[Row]) -> str:
     some = rows[0]
     return f"{some['depth']} + {some['depth']} layers of width {some['dim']}, {some['read']}, {some['epochs']} epochs"
 
 
-def _bleu(rows):
+def _bleu(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
     return {kind: numbers for (kind,), numbers in mean_over(rows, ("kind",), "test_bleu").items()}
 
 
-def _deterministic_is_near(rows):
+def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
     score = _bleu(rows)
     near = {k: score["softmax"][0] - v[0] for k, v in score.items() if k != "softmax"}
     ours = ", ".join(f"{k} {spread(score[k], '.1f')}" for k in score)
     return held(gap <= WITHIN for gap in near.values()), ours
 
 
-def _favor_needs_more(rows):
+def _favor_needs_more(rows: list[Row]) -> tuple[Verdict, str]:
     score = _bleu(rows)
     pairs = [("favor-32", "elu+1"), ("favor-32", "favor-128"), ("favor-128", "dpfp-2")]
     ours = ", ".join(f"{k} {spread(v, '.1f')}" for k, v in score.items())
     return less((score[a][0], score[b][0]) for a, b in pairs), ours
 
 
-def _softmax_leads(rows):
+def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
     score = _bleu(rows)
     best = max((k for k in score if k != "softmax"), key=lambda k: score[k][0])
     others = [v[0] for k, v in score.items() if k != "softmax"]
@@ -138,7 +150,7 @@ def _softmax_leads(rows):
     ), f"{score['softmax'][0]:.1f} against {score[best][0]:.1f} ({best})"
 
 
-def _said(*kinds):
+def _said(*kinds: str) -> str:
     return ", ".join(f"{k} {PUBLISHED[k]}" for k in kinds)
 
 
@@ -171,7 +183,7 @@ CLAIMS = (
 )
 
 
-def check_smoke(rows):
+def check_smoke(rows: list[Row]) -> list[str]:
     score = {r["attention"]: r["test"] for r in table(rows)}
     said = ", ".join(f"{k} {v:.1f}" for k, v in score.items())
     assert min(score.values()) > 5, f"BLEU {said}: sentences of six words were not learned"

@@ -44,8 +44,9 @@ def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: cor
             return [read(row, model.init_state(1)).float().cpu().numpy() for row in rows]
 
 
-def _carried(model, row, mode, window):
-    losses, state = [], model.init_state(1)
+def _carried(model: Any, row: torch.Tensor, mode: str, window: int) -> np.ndarray:
+    losses: list[torch.Tensor] = []
+    state = model.init_state(1)
     piece = min(READ, window)
     for at in range(0, row.shape[1] - 1, piece):
         if mode == "restart" and at % window == 0:

@@ -183,6 +183,7 @@ class Model:
         """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None."""
         raw, v, beta = self.raw_keys(keys, values), self.eye[values], self.rates(keys, values)
         if self.rule == "fwm":
+            assert beta is not None
             return self._scaled_memory(self.phi(raw, directions, False), v, beta), None
         own = self.config.features == "identity"
         k = self.phi(raw, directions, False) if own else raw
@@ -192,7 +193,7 @@ class Model:
         _, memory, z = attention.mix(self.config, OPS, k, k, v, beta, None, None, projection, how)
         return memory, z
 
-    def _scaled_memory(self, k, v, beta):
+    def _scaled_memory(self, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
         """The delta rule with the memory scaled back to a norm of 1 whenever it is longer, from the second pair on."""
         (B, L, A, K), S = k.shape, v.shape[-1]
         memory = k.new_zeros(B * A, K, S)
@@ -241,7 +242,7 @@ class Model:
         index = values.transpose(1, 2)[:, None].expand(*weights.shape)
         return torch.zeros(*weights.shape[:3], self.task.keys, device=keys.device).scatter_add(-1, index, weights)
 
-    def _overwritten(self, keys, values, asked, directions):
+    def _overwritten(self, keys: Tensor, values: Tensor, asked: Tensor, directions: Tensor | None) -> Tensor:
         """Weights (B, 1, A, L) of the delta rule, for one query per sequence (N = 1).
 
         The memory is a product of transitions, and a query reads the last one first: it is itself a memory of one
@@ -251,6 +252,7 @@ class Model:
         if not divided:  # whole numbers are lighter to turn around than keys
             keys, values = keys.flip(1), values.flip(1)
         raw, beta = self.raw_keys(keys, values), self.rates(keys, values)
+        assert beta is not None  # the delta rule has rates
         k, beta, z = effective(self.config.norm, self.config.features, self.phi(raw, directions, False) if own else raw,
                                beta, projection=None if own else directions)  # fmt: skip
         if divided:

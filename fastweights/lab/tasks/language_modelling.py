@@ -1,5 +1,6 @@
 """A language model trained on a stream of tokens, with or without carried memory, and scored on another stream."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,21 @@ import torch
 from torch import Tensor
 
 from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine.results import Arm
+from fastweights.lab.tasks.corpora import Text
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.torch.tree import map_tensors
 
 
-def train(model, found, arm, carried, count, device, report):
+def train(
+    model: LanguageModel,
+    found: Text,
+    arm: Arm,
+    carried: bool,
+    count: int,
+    device: str,
+    report: Callable[[float, str], None],
+) -> None:
     """`count` steps on the training stream: contiguous rows whose memory is carried, or windows at random places."""
     batch, length = arm["batch"], arm["length"]
     stream = torch.from_numpy(found.train).to(device)

@@ -3,13 +3,16 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine.results import Arm, Row
 from fastweights.lab.tasks import models
+from fastweights.lab.tasks.corpora import Text
 from fastweights.lab.tasks.document_losses import READ, SEGMENT, documents, score
 
 SLOW_SHARE = 0.5  # of the layer that has learned nothing in the loss that is trained, as in the application
@@ -26,13 +29,13 @@ def make(arm: dict, vocab: int) -> Any:
     return model
 
 
-def train(model, found, arm, device, report):
+def train(model: Any, found: Text, arm: Arm, device: str, report: Callable[[float, str], None]) -> None:
     """Windows at random places, each read afresh: what is learned from a window is learned within it."""
     batch, length, learn = arm["batch"], arm["length"], arm["what"] == "fast"
     stream = torch.from_numpy(found.train).to(device)
     places = torch.Generator().manual_seed(arm["seed"])
 
-    def objective(rows):
+    def objective(rows: torch.Tensor) -> torch.Tensor:
         scores = model.score(rows[:, :-1], rows[:, 1:], learn=learn)
         if not learn:
             return scores.loss.mean()
@@ -52,7 +55,7 @@ def train(model, found, arm, device, report):
             report(0.8 * i / count, f"{arm['body']} {arm['what']}, loss {float(loss):.2f}")
 
 
-def choose_rate(model, found, arm, device, report) -> float:
+def choose_rate(model: Any, found: Text, arm: Arm, device: str, report: Callable[[float, str], None]) -> float:
     """The rate with which dynamic evaluation scores some validation documents best."""
     docs, best = documents(found, "valid", arm["scored"] // 6), (math.inf, RATES[0])
     for lr in RATES:
@@ -61,7 +64,7 @@ def choose_rate(model, found, arm, device, report) -> float:
     return best[1]
 
 
-def measure_cost(model, arm, found, device, report) -> list[dict]:
+def measure_cost(model: Any, arm: Arm, found: Text, device: str, report: Callable[[float, str], None]) -> list[Row]:
     """Time and operations per token read in each mode by an untrained model, whose numbers do not matter."""
     stream = np.resize(found.test, min(16 * READ, 8 * arm["scored"]))
     body = sum(p.numel() for b in model.blocks for p in b.parameters() if p.dim() >= 2)
