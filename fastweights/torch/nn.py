@@ -184,7 +184,7 @@ def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
     """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
 
         >>> {name: array.shape for name, array in export_parameters(FastWeightAttention(8, heads=2)).items()}
-        {'in_proj': (8, 26), 'out_norm': (4,), 'out_proj': (8, 8)}
+        {'out_norm': (4,), 'in_proj': (8, 26), 'out_proj': (8, 8)}
 
     They are the names of the state_dict, but for projections: "in_proj.weight" (out, in) is in_proj (in, out). FAVOR+
     adds "projection" and "draws".
