@@ -73,8 +73,10 @@ def check(device: str, precision: str) -> float:
     got = torch.autograd.grad(loss, list(block.parameters()))
     error = max(deviation(a.cpu(), b) for a, b in zip(got, want, strict=True))
     if not error <= 4 * TOLERANCE[precision]:
-        raise Disagreement(f"FWLBlock in {precision} on {device} deviates from float64 by {error:.1e} of the largest "
-                           "gradient. Nothing is reported.")  # fmt: skip
+        raise Disagreement(
+            f"FWLBlock in {precision} on {device} deviates from float64 by {error:.1e} of the largest "
+            "gradient. Nothing is reported."
+        )
     return error
 
 
@@ -151,8 +153,14 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
 
 def payload(results: Sequence[Result]) -> list[dict[str, object]]:
     return [
-        {"shape": r.shape, "precision": r.precision, "error": r.error, "ratio": r.ratio, "peak_bytes": r.peak,
-         "published_ms_gib": PUBLISHED.get(r.shape) if r.peak else None,
-         **{name: timing_dict(t) for name, t in r.timings.items()}}
+        {
+            "shape": r.shape,
+            "precision": r.precision,
+            "error": r.error,
+            "ratio": r.ratio,
+            "peak_bytes": r.peak,
+            "published_ms_gib": PUBLISHED.get(r.shape) if r.peak else None,
+            **{name: timing_dict(t) for name, t in r.timings.items()},
+        }
         for r in results
-    ]  # fmt: skip
+    ]

@@ -91,12 +91,16 @@ def check(model: Model, plain: Plain) -> float:
     keys, values, asked, answers = batch = plain.draw()
     want = plain.loss(*batch)
     got = model.loss(keys[..., None], values[..., None], asked[:, None], answers[:, None]).sum()
-    pairs = [(got, want), *zip(torch.autograd.grad(got, model.parameters),
-                               torch.autograd.grad(want, plain.parameters), strict=True)]  # fmt: skip
+    pairs = [
+        (got, want),
+        *zip(torch.autograd.grad(got, model.parameters), torch.autograd.grad(want, plain.parameters), strict=True),
+    ]
     error = max(deviation(a.detach().view(b.shape), b.detach()) for a, b in pairs)
     if not error <= TOLERANCE:
-        raise Disagreement(f"the lab's model deviates from the published algorithm by {error:.1e} of the largest "
-                           f"number; allowed {TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
+        raise Disagreement(
+            f"the lab's model deviates from the published algorithm by {error:.1e} of the largest "
+            f"number; allowed {TOLERANCE:.0e}. Nothing is reported."
+        )
     return error
 
 
@@ -124,6 +128,10 @@ def show(result: Result, console: Console) -> None:
 
 def payload(result: Result) -> dict[str, object]:
     return {
-        "keys": result.keys, "batch": result.batch, "threads": result.threads, "error": result.error,
-        "speedup": result.speedup, **{name: timing_dict(t) for name, t in result.timings.items()},
-    }  # fmt: skip
+        "keys": result.keys,
+        "batch": result.batch,
+        "threads": result.threads,
+        "error": result.error,
+        "speedup": result.speedup,
+        **{name: timing_dict(t) for name, t in result.timings.items()},
+    }

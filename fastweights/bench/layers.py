@@ -48,8 +48,10 @@ def check(layer: FastWeightAttention, x: Tensor) -> float:
         error = deviation(layer(prefix)[0], exact(prefix.double())[0])
         whole = deviation(layer(x)[0][:, :96], layer(prefix)[0].double())
     if not max(error, whole) <= TOLERANCE:
-        raise Disagreement(f"{layer} deviates from float64 by {max(error, whole):.1e} of the largest number; allowed "
-                           f"{TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
+        raise Disagreement(
+            f"{layer} deviates from float64 by {max(error, whole):.1e} of the largest number; allowed "
+            f"{TOLERANCE:.0e}. Nothing is reported."
+        )
     return error
 
 
@@ -118,7 +120,12 @@ def show(results: Sequence[Result], console: Console, *, batch: int, tokens: int
 
 def payload(results: Sequence[Result], sizes: dict[str, int]) -> list[dict[str, object]]:
     return [
-        {"name": r.name, **sizes, "error": r.error, "ratio": r.ratio,
-         **{part: timing_dict(t) for part, t in r.timings.items()}}
+        {
+            "name": r.name,
+            **sizes,
+            "error": r.error,
+            "ratio": r.ratio,
+            **{part: timing_dict(t) for part, t in r.timings.items()},
+        }
         for r in results
-    ]  # fmt: skip
+    ]

@@ -93,8 +93,10 @@ def _steps(model: LanguageModel) -> dict[str, Call]:
     values = {name: loss().item() for name, loss in losses.items()}
     for name, value in values.items():
         if not abs(value - values[OURS]) <= TOLERANCE:
-            raise Disagreement(f"a step's loss is {values[OURS]} with our delta rule and {value} with {name}; allowed "
-                               f"{TOLERANCE:.0e}. Nothing is reported.")  # fmt: skip
+            raise Disagreement(
+                f"a step's loss is {values[OURS]} with our delta rule and {value} with {name}; allowed "
+                f"{TOLERANCE:.0e}. Nothing is reported."
+            )
     return {name: _step(modules[name], loss, config) for name, loss in losses.items()}
 
 
@@ -195,17 +197,34 @@ def show_throughput(found: dict[tuple[str, int], tuple[Timing, int]], device: st
 
 
 def throughput_payload(found: dict[tuple[str, int], tuple[Timing, int]]) -> list[dict[str, Any]]:
-    return [dict(preset=preset, words=vocab, tokens=tokens, tokens_per_second=1000 * tokens / timing.median,
-                 milliseconds=timing_dict(timing)) for (preset, vocab), (timing, tokens) in found.items()]  # fmt: skip
+    return [
+        dict(
+            preset=preset,
+            words=vocab,
+            tokens=tokens,
+            tokens_per_second=1000 * tokens / timing.median,
+            milliseconds=timing_dict(timing),
+        )
+        for (preset, vocab), (timing, tokens) in found.items()
+    ]
 
 
 def payload(trainings: list[Training], readings: list[Reading]) -> dict[str, Any]:
     return dict(
-        training=[dict(model=t.model, parameters=t.parameters,
-                       milliseconds={n: timing_dict(x) for n, x in t.timings.items()}) for t in trainings],
-        reading=[dict(model=r.model, ratio=r.ratio, carried=r.carried,
-                      milliseconds={T: timing_dict(t) for T, t in r.timings.items()}) for r in readings],
-    )  # fmt: skip
+        training=[
+            dict(model=t.model, parameters=t.parameters, milliseconds={n: timing_dict(x) for n, x in t.timings.items()})
+            for t in trainings
+        ],
+        reading=[
+            dict(
+                model=r.model,
+                ratio=r.ratio,
+                carried=r.carried,
+                milliseconds={T: timing_dict(t) for T, t in r.timings.items()},
+            )
+            for r in readings
+        ],
+    )
 
 
 def plot(readings: list[Reading], path: Any) -> bool:

@@ -58,9 +58,13 @@ class Result:
 
 
 def cases(
-    shapes: Sequence[Shape], rules: Sequence[str], device: str, dtype: str, features: str = "identity",
+    shapes: Sequence[Shape],
+    rules: Sequence[str],
+    device: str,
+    dtype: str,
+    features: str = "identity",
     norm: str = "none",
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     """Every rule on every shape; on a GPU's own shapes the paper's features too, if none are named."""
     parse_fixed(features)
     asked = [Case(rule, shape, device, dtype, features, norm) for rule in rules for shape in shapes]

@@ -49,8 +49,17 @@ def _hugging_face(case: Case, name: str) -> Contestant | str:
         return q * q.shape[-1] ** 0.5, k, v, torch.zeros_like(beta), beta
 
     def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        return rule(q, k, v, g=g, beta=beta, chunk_size=64, initial_state=None, output_final_state=True,
-                    use_qk_l2norm_in_kernel=False)  # fmt: skip
+        return rule(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            chunk_size=64,
+            initial_state=None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=False,
+        )
 
     return Contestant(name, call, to_native)
 

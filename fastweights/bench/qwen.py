@@ -19,8 +19,9 @@ def _theirs() -> Any:
         from transformers import logging
         from transformers.models.qwen3_next import modeling_qwen3_next
     except ImportError:
-        raise FastWeightError("bench lm compares with transformers, which is not installed; pip install transformers"
-                              ) from None  # fmt: skip
+        raise FastWeightError(
+            "bench lm compares with transformers, which is not installed; pip install transformers"
+        ) from None
     logging.set_verbosity_error()  # it says at length that it runs without kernels: that is what is timed
     return modeling_qwen3_next
 
@@ -31,13 +32,30 @@ def their_rule() -> Iterator[None]:
     rule = inspect.unwrap(_theirs().torch_chunk_gated_delta_rule)
 
     def fast_weight(
-        q: Tensor, k: Tensor, v: Tensor, *, beta: Any, log_decay: Any, state: Any, features: str = "identity",
-        norm: str = "none", **_: Any,
-    ) -> Any:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        beta: Any,
+        log_decay: Any,
+        state: Any,
+        features: str = "identity",
+        norm: str = "none",
+        **_: Any,
+    ) -> Any:
         q, k = (feature_map(x, features, norm=norm) for x in (q, k))
         g = torch.zeros_like(beta) if log_decay is None else log_decay
-        return rule(q * q.shape[-1] ** 0.5, k, v, g=g, beta=beta, chunk_size=64, initial_state=state,
-                    output_final_state=True, use_qk_l2norm_in_kernel=False)  # fmt: skip
+        return rule(
+            q * q.shape[-1] ** 0.5,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            chunk_size=64,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=False,
+        )
 
     ours = nn.OPS
     nn.OPS = ours._replace(fast_weight=fast_weight)
@@ -52,13 +70,28 @@ def their_model(ours: LanguageModel) -> Any:
     """Qwen3-Next without softmax layers or experts, with the sizes and weights of our gated-delta model."""
     theirs = _theirs()
     c, width = ours.config, ours.config.dim // ours.config.heads
-    model = theirs.Qwen3NextForCausalLM(theirs.Qwen3NextConfig(
-        vocab_size=ours.vocab, hidden_size=c.dim, num_hidden_layers=c.depth, tie_word_embeddings=True, use_cache=False,
-        layer_types=["linear_attention"] * c.depth, mlp_only_layers=list(range(c.depth)), num_experts=0,
-        intermediate_size=ours.blocks[0].feed_forward.out.in_features, rms_norm_eps=EPS, linear_conv_kernel_dim=4,
-        linear_key_head_dim=width, linear_value_head_dim=width, linear_num_key_heads=c.heads,
-        linear_num_value_heads=c.heads, head_dim=width, num_attention_heads=c.heads, num_key_value_heads=c.heads,
-    ))  # fmt: skip
+    model = theirs.Qwen3NextForCausalLM(
+        theirs.Qwen3NextConfig(
+            vocab_size=ours.vocab,
+            hidden_size=c.dim,
+            num_hidden_layers=c.depth,
+            tie_word_embeddings=True,
+            use_cache=False,
+            layer_types=["linear_attention"] * c.depth,
+            mlp_only_layers=list(range(c.depth)),
+            num_experts=0,
+            intermediate_size=ours.blocks[0].feed_forward.out.in_features,
+            rms_norm_eps=EPS,
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=width,
+            linear_value_head_dim=width,
+            linear_num_key_heads=c.heads,
+            linear_num_value_heads=c.heads,
+            head_dim=width,
+            num_attention_heads=c.heads,
+            num_key_value_heads=c.heads,
+        )
+    )
     weights = {"model.embed_tokens.weight": ours.embedding.weight, "model.norm.weight": ours.norm.weight - 1}
     weights["lm_head.weight"] = ours.embedding.weight
     for i, block in enumerate(ours.blocks):

@@ -37,8 +37,10 @@ def export(
 
     model = export_run(run, folder, last=last)
     parameters = sum(p.numel() for p in model.parameters())
-    say(f"{folder}: {parameters:,} parameters. Load with: import fastweights.hf; "
-        f"AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
+    say(
+        f"{folder}: {parameters:,} parameters. Load with: import fastweights.hf; "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    )
 
 
 def adapt(

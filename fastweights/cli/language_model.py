@@ -225,5 +225,7 @@ def read(
     before = None if memory is None else Memory.load(memory, model)
     found = model.read(read_file(model, file).tokens, before)
     found.save(out)
-    say(f"{file}: {found.count:,} tokens in {found.bytes / 1024:,.0f} KiB of memory. "
-        f"Go on with: fastweights generate {run} --memory {out}")  # fmt: skip
+    say(
+        f"{file}: {found.count:,} tokens in {found.bytes / 1024:,.0f} KiB of memory. "
+        f"Go on with: fastweights generate {run} --memory {out}"
+    )

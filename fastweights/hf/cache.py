@@ -32,8 +32,10 @@ class Rows:
     def crop(self, tokens: int) -> None:
         """Only by nothing: what has been read cannot be unread."""
         if tokens:
-            raise FastWeightError(f"crop({tokens}); expected no crop: a memory has no record of the past. Keep "
-                                  "copy.copy of it from before the tokens that may go")  # fmt: skip
+            raise FastWeightError(
+                f"crop({tokens}); expected no crop: a memory has no record of the past. Keep "
+                "copy.copy of it from before the tokens that may go"
+            )
 
     def reset(self) -> None:
         self.state = None
@@ -141,8 +143,10 @@ def _beside(cache: Any) -> HeadMemory:
             if hasattr(cache, "reorder_cache"):
                 cache.__class__ = _reordering(kind)
         except (AttributeError, TypeError):
-            raise FastWeightError(f"the model's cache is a {type(cache).__name__}; expected one that the head can "
-                                  "keep what it learned in: call with use_cache=False") from None  # fmt: skip
+            raise FastWeightError(
+                f"the model's cache is a {type(cache).__name__}; expected one that the head can "
+                "keep what it learned in: call with use_cache=False"
+            ) from None
     return cache.head_memory
 
 

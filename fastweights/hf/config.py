@@ -51,8 +51,12 @@ class FastWeightConfig(PreTrainedConfig):
             raise FastWeightError(f"head is {head!r}; expected {' or '.join(map(repr, CHOICES['head']))}")
         kwargs.pop("num_hidden_layers", None)  # the length of mixers
         layers = mixers if isinstance(mixers, str) else ",".join(mixers)
-        common: dict[str, Any] = dict(tie_word_embeddings=tie_word_embeddings, pad_token_id=pad_token_id,
-                                      bos_token_id=bos_token_id, eos_token_id=eos_token_id)  # fmt: skip
+        common: dict[str, Any] = dict(
+            tie_word_embeddings=tie_word_embeddings,
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+        )
         super().__init__(**common, **kwargs)
         self.vocab_size, self.hidden_size, self.num_attention_heads = vocab_size, hidden_size, num_attention_heads
         self.intermediate_size, self.feed_forward, self.sliding_window = intermediate_size, feed_forward, sliding_window
@@ -65,6 +69,12 @@ class FastWeightConfig(PreTrainedConfig):
     def trunk(self) -> Config:
         """The same in the application's terms, without its head."""
         return Config(
-            layers=",".join(self.mixers), dim=self.hidden_size, heads=self.num_attention_heads, ff=self.feed_forward,
-            hidden=self.intermediate_size, window=self.sliding_window, dropout=self.dropout, head="linear",
-        )  # fmt: skip
+            layers=",".join(self.mixers),
+            dim=self.hidden_size,
+            heads=self.num_attention_heads,
+            ff=self.feed_forward,
+            hidden=self.intermediate_size,
+            window=self.sliding_window,
+            dropout=self.dropout,
+            head="linear",
+        )

@@ -36,14 +36,26 @@ def from_language_model(source: LanguageModel) -> FastWeightForCausalLM:
     """The same model with the ecosystem's interface: equal logits, a copy of the weights."""
     c, start = source.config, source.vocab - 1
     if c.head == "fwl" and c.refresh:
-        raise FastWeightError(f"the run has --refresh {c.refresh}; expected --refresh 0 or --head linear: the exported "
-                              "head is the published layer")  # fmt: skip
+        raise FastWeightError(
+            f"the run has --refresh {c.refresh}; expected --refresh 0 or --head linear: the exported "
+            "head is the published layer"
+        )
     fast = PUBLISHED | dict(size=c.fast_hidden)
     config = FastWeightConfig(
-        vocab_size=source.vocab, hidden_size=c.dim, num_attention_heads=c.heads, mixers=list(c.mixers),
-        intermediate_size=c.hidden, feed_forward=c.ff, sliding_window=c.window or c.length, head=c.head, fast=fast,
-        dropout=c.dropout, bos_token_id=start, eos_token_id=start, pad_token_id=start,
-    )  # fmt: skip
+        vocab_size=source.vocab,
+        hidden_size=c.dim,
+        num_attention_heads=c.heads,
+        mixers=list(c.mixers),
+        intermediate_size=c.hidden,
+        feed_forward=c.ff,
+        sliding_window=c.window or c.length,
+        head=c.head,
+        fast=fast,
+        dropout=c.dropout,
+        bos_token_id=start,
+        eos_token_id=start,
+        pad_token_id=start,
+    )
     model = FastWeightForCausalLM(config).eval()
     named = {"embedding.weight": "model.embed_tokens.weight"}
     weights = {}
@@ -71,10 +83,16 @@ def tokenizer_of(ours: Bytes | Subwords) -> Any:
     assert number == ours.start, (number, ours.start)
     inner.post_processor = processors.TemplateProcessing(
         single=f"{START} $A", pair=f"{START} $A {START} $B", special_tokens=[(START, number)]
-    )  # fmt: skip
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=START, eos_token=START, pad_token=START,
-                                   padding_side="left", clean_up_tokenization_spaces=False,
-                                   model_input_names=["input_ids", "attention_mask"])  # fmt: skip
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token=START,
+        eos_token=START,
+        pad_token=START,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def _bytes(ours):
@@ -112,5 +130,7 @@ def _words(spelled: list[str]) -> str:
     white = "".join(spelled[b] for b in WHITE)
     letters = "A-Za-z_" + "".join(spelled[0x80:])
     space, line, tab = (spelled[ord(c)] for c in " \n\t")
-    return (f"{space}?[{letters}]+|{space}?[0-9]{{1,3}}|{space}?[^{white}{letters}0-9]+|{line}[{space}{tab}]*|"
-            f"[{white}]+(?![^{white}])|[{white}]")  # fmt: skip
+    return (
+        f"{space}?[{letters}]+|{space}?[0-9]{{1,3}}|{space}?[^{white}{letters}0-9]+|{line}[{space}{tab}]*|"
+        f"[{white}]+(?![^{white}])|[{white}]"
+    )

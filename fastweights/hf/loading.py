@@ -31,8 +31,10 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32"
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **source)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, **source)
     if not tokenizer.is_fast:
-        raise FastWeightError(f"the tokenizer of {path} is a {type(tokenizer).__name__}; expected a fast one: bits per "
-                              "byte need to know which bytes a token stands for")  # fmt: skip
+        raise FastWeightError(
+            f"the tokenizer of {path} is a {type(tokenizer).__name__}; expected a fast one: bits per "
+            "byte need to know which bytes a token stands for"
+        )
     return model.to(pick_device(device)).eval(), tokenizer
 
 

@@ -39,8 +39,10 @@ def restore(run: Path, model: LanguageModel, ranks: Ranks) -> tuple[list, dict]:
     carried = _numbered(tensors, "state")
     expected = model.config.accumulate * ranks.world
     if len(carried) != expected:
-        raise FastWeightError(f"{run / LAST} carries the memory of {len(carried)} batches; expected {expected}: resume "
-                              "with as many processes as it was trained by")  # fmt: skip
+        raise FastWeightError(
+            f"{run / LAST} carries the memory of {len(carried)} batches; expected {expected}: resume "
+            "with as many processes as it was trained by"
+        )
     like = model.init_state(1)
     states = [unflatten(like, {n: x.to(ranks.device) for n, x in carried[i].items()}) for i in sorted(carried)]
     return ranks.mine(states), json.loads(metadata["about"])

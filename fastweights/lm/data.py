@@ -118,8 +118,10 @@ class Batches:
     def __post_init__(self):
         if self.per_epoch < 1:
             need, have = self.rows * self.length + 1, len(self.split.tokens)
-            raise FastWeightError(f"the training documents hold {have} tokens; expected at least {need}: a batch is "
-                                  f"{self.rows} rows of {self.length} tokens and one more")  # fmt: skip
+            raise FastWeightError(
+                f"the training documents hold {have} tokens; expected at least {need}: a batch is "
+                f"{self.rows} rows of {self.length} tokens and one more"
+            )
 
     @property
     def per_epoch(self) -> int:

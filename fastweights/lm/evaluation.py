@@ -39,8 +39,15 @@ def check_mode(model: LanguageModel, mode: str) -> None:
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}")
 
 
-def score(model: LanguageModel, texts: list[Text], mode: str, *, memory: Memory | None = None,
-          dynamic: Dynamic | None = None, advance: Callable[[int], Any] = lambda n: None) -> Score:  # fmt: skip
+def score(
+    model: LanguageModel,
+    texts: list[Text],
+    mode: str,
+    *,
+    memory: Memory | None = None,
+    dynamic: Dynamic | None = None,
+    advance: Callable[[int], Any] = lambda n: None,
+) -> Score:
     """Score texts in one mode. memory: what every text is read after; static windows ignore it."""
     check_mode(model, mode)
     model.eval()

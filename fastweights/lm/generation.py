@@ -54,9 +54,15 @@ def read_into(
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel, memory: Memory, tokens: int, how: Sampling | None = None, *, learn: bool = True,
-    cache: NeuralCache | None = None, cached: CacheState | None = None,
-) -> Iterator[int]:  # fmt: skip
+    model: LanguageModel,
+    memory: Memory,
+    tokens: int,
+    how: Sampling | None = None,
+    *,
+    learn: bool = True,
+    cache: NeuralCache | None = None,
+    cached: CacheState | None = None,
+) -> Iterator[int]:
     """Tokens that follow what `memory` has read, up to the end of the document or `tokens` of them.
 
     learn: whether a Fast Weight Layer goes on learning, from what it generates.  cache: mixed into the prediction, and

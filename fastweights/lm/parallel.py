@@ -38,8 +38,10 @@ class Ranks:
         if parallel == "none":
             return cls(device=device)
         if "RANK" not in os.environ:
-            raise FastWeightError(f"parallel is {parallel!r}; expected torchrun to start this: torchrun "
-                                  "--nproc-per-node 2 -m fastweights train ...")  # fmt: skip
+            raise FastWeightError(
+                f"parallel is {parallel!r}; expected torchrun to start this: torchrun "
+                "--nproc-per-node 2 -m fastweights train ..."
+            )
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)

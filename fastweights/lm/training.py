@@ -46,8 +46,9 @@ class Objective(nn.Module):
         return trained, loss.detach(), map_tensors(Tensor.detach, scores.state)
 
 
-def train(config: Config, run: str | Path, *, resume: bool = False, console: Console | None = None,
-          cache: Path | None = None) -> Path:  # fmt: skip
+def train(
+    config: Config, run: str | Path, *, resume: bool = False, console: Console | None = None, cache: Path | None = None
+) -> Path:
     """Train a model into the folder `run`; returns the folder.
 
     train(Config.of("laptop", steps=100), "runs/first")
@@ -64,8 +65,14 @@ def train(config: Config, run: str | Path, *, resume: bool = False, console: Con
     if config.start:
         run_folder.start_from(model, Path(config.start), weights=not resume)
     if ranks.first and not resume:
-        run_folder.write_config(run, config, model.vocab, corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name,
-                            parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+        run_folder.write_config(
+            run,
+            config,
+            model.vocab,
+            corpus=str(corpus.folder),
+            tokenizer=corpus.tokenizer.name,
+            parameters=sum(p.numel() for p in model.parameters()),
+        )
         corpus.tokenizer.save(run)
     ranks.wait()
     Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
@@ -102,9 +109,11 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     steps = [p for n, p in named.items() if n.endswith("fast.steps") and config.fast_options.get("log_steps")]
     rest = [p for p in named.values() if all(p is not q for q in steps)]
     matrices, others = [p for p in rest if p.dim() >= 2], [p for p in rest if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=config.weight_decay, peak=config.lr),
-              dict(params=others, weight_decay=0.0, peak=config.lr),
-              dict(params=steps, weight_decay=0.0, peak=config.step_lr)]  # fmt: skip
+    groups = [
+        dict(params=matrices, weight_decay=config.weight_decay, peak=config.lr),
+        dict(params=others, weight_decay=0.0, peak=config.lr),
+        dict(params=steps, weight_decay=0.0, peak=config.step_lr),
+    ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 

@@ -38,8 +38,18 @@ def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Ten
 
     statistics = GradientStatistics.collect(model, how.batches, call=call) if how.batches else None
     rule = "rms" if how.batches else "sgd"
-    with DynamicEvaluation(model, rule=rule, lr=how.lr, decay=how.decay, eps=EPS, segment=how.segment, carry=True,
-                           statistics=statistics, clip=CLIP, call=call) as dynamic:  # fmt: skip
+    with DynamicEvaluation(
+        model,
+        rule=rule,
+        lr=how.lr,
+        decay=how.decay,
+        eps=EPS,
+        segment=how.segment,
+        carry=True,
+        statistics=statistics,
+        clip=CLIP,
+        call=call,
+    ) as dynamic:
 
         def run(row: Tensor, state: Any) -> Tensor:
             first[0] = state

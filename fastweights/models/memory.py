@@ -67,5 +67,7 @@ class Memory:
 
 def check(got: str, expected: str, name: str) -> None:
     if got != expected:
-        raise FastWeightError(f"{name} belongs to the model {got[:12]}; expected {expected[:12]}: a memory means "
-                              "something only to the weights that wrote it")  # fmt: skip
+        raise FastWeightError(
+            f"{name} belongs to the model {got[:12]}; expected {expected[:12]}: a memory means "
+            "something only to the weights that wrote it"
+        )

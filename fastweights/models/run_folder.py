@@ -70,8 +70,10 @@ def start_from(model: LanguageModel, run: Path, *, weights: bool = True) -> None
         missing = [n for n in own if n not in kept and not n.startswith("fast.")]
         if missing:
             got, expected = (tuple(x[missing[0]].shape) if missing[0] in x else "none" for x in (trained, own))
-            raise FastWeightError(f"{missing[0]} of run {run} has shape {got}; expected {expected}: the run to start "
-                                  "from must have the same blocks and vocabulary")  # fmt: skip
+            raise FastWeightError(
+                f"{missing[0]} of run {run} has shape {got}; expected {expected}: the run to start "
+                "from must have the same blocks and vocabulary"
+            )
         model.load_state_dict(kept, strict=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("fast."))

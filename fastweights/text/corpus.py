@@ -58,11 +58,14 @@ def identity(spec: str) -> list:
 def split(found: list[Document], spec: str) -> dict[str, list[Document]]:
     """By a hash of the name: 90 % train, 5 % valid, 5 % test. Fewer than three documents are cut instead."""
     if not found:
-        raise FastWeightError(f"data is {spec!r}, which holds no text; expected at least one file that is neither "
-                              "empty nor binary")  # fmt: skip
+        raise FastWeightError(
+            f"data is {spec!r}, which holds no text; expected at least one file that is neither empty nor binary"
+        )
     if len(found) < len(SPLITS):
-        return {name: [piece for d in found if (piece := _cut(d, *part)).data.strip()]
-                for name, part in zip(SPLITS, PIECES, strict=True)}  # fmt: skip
+        return {
+            name: [piece for d in found if (piece := _cut(d, *part)).data.strip()]
+            for name, part in zip(SPLITS, PIECES, strict=True)
+        }
     parts: dict[str, list[Document]] = {name: [] for name in SPLITS}
     for d in found:
         bucket = _bucket(d.name)

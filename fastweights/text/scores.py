@@ -60,14 +60,25 @@ def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) 
     rows = []
     for s in scores:
         nats = np.concatenate(s.losses)
-        rows.append(dict(
-            mode=s.mode, bits_per_byte=float(nats.sum() / math.log(2) / total),
-            perplexity=float(np.exp(min(700.0, nats.mean()))), tokens_per_second=tokens / s.seconds,
-            state_bytes=s.state_bytes, peak_bytes=s.peak_bytes, by_position=_by_position(nats, at, sizes),
-        ))  # fmt: skip
+        rows.append(
+            dict(
+                mode=s.mode,
+                bits_per_byte=float(nats.sum() / math.log(2) / total),
+                perplexity=float(np.exp(min(700.0, nats.mean()))),
+                tokens_per_second=tokens / s.seconds,
+                state_bytes=s.state_bytes,
+                peak_bytes=s.peak_bytes,
+                by_position=_by_position(nats, at, sizes),
+            )
+        )
     plain = {name: 8 * n / total for name, n in compressors(texts).items()}
-    return dict(texts=[dict(name=t.name, bytes=len(t.data)) for t in texts], bytes=total, tokens=tokens, modes=rows,
-                compressors=plain)  # fmt: skip
+    return dict(
+        texts=[dict(name=t.name, bytes=len(t.data)) for t in texts],
+        bytes=total,
+        tokens=tokens,
+        modes=rows,
+        compressors=plain,
+    )
 
 
 def _by_position(nats, at, sizes):

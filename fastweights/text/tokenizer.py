@@ -59,8 +59,9 @@ class Subwords:
         words = Regex(r" ?[A-Za-z_\x80-\xff]+| ?\d{1,3}| ?[^\sA-Za-z_\x80-\xff\d]+|\n[ \t]*|\s+(?!\S)|\s")
         tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
         tokenizer.decoder = decoders.Fuse()
-        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=[chr(b) for b in range(256)],
-                                      show_progress=False, special_tokens=[])  # fmt: skip
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=[chr(b) for b in range(256)], show_progress=False, special_tokens=[]
+        )
         tokenizer.train_from_iterator((t.decode("latin-1") for t in texts), trainer)
         return cls(tokenizer)
 
