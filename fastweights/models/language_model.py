@@ -136,8 +136,7 @@ class LanguageModel(nn.Module):
             zero = x.new_zeros(self.vocab)
             return Scores(blockwise.loss(x, self.embedding.weight.mT, zero, labels), None, State(blocks, None))
         if not learn:
-            logits = self.fast.slow_logits(x).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+            loss = self.fast.slow_loss(x, labels)
             return Scores(loss, loss, State(blocks, state.fast))
         weights = torch.ones(labels.shape, device=x.device) if weights is None else weights
         out = self._learn(x, labels, weights, state.fast, pieces, slow)

@@ -189,6 +189,12 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         p = self._weights()
         return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
 
+    def slow_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The loss (B, T) of each label by the parameters as they are, without holding the logits."""
+        self._know_inputs(x)
+        p = self._weights()
+        return OPS.loss(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"], p["unembed_bias"], labels)
+
     def init_state(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
         if self.has_uninitialized_params():
