@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastweights.bench.agree import Disagreement
 from fastweights.bench.report import new_table
+from fastweights.bench.timing import Advance
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.torch.tree import map_tensors
@@ -104,9 +105,7 @@ def seconds(step: Step, tokens: int, device: str) -> float:
 
 
 @torch.no_grad()
-def run(
-    config: Config, batches: Sequence[int], device: str, *, tokens: int, advance: Callable[[str, float], None]
-) -> list[Result]:
+def run(config: Config, batches: Sequence[int], device: str, *, tokens: int, advance: Advance) -> list[Result]:
     """Each batch, step by step and, on a GPU, as a graph."""
     torch.manual_seed(0)
     model = LanguageModel(config, VOCAB).to(device).eval()

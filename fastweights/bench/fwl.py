@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
-from fastweights.bench.timing import Timing, interleave
+from fastweights.bench.timing import Advance, Timing, interleave
 from fastweights.torch import FWLBlock, head
 
 Shape = tuple[int, int, int, int, int]  # batch, tokens, width of the body, size, vocabulary
@@ -114,7 +114,9 @@ def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable
     }
 
 
-def run(shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats: int, advance) -> list[Result]:
+def run(
+    shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats: int, advance: Advance
+) -> list[Result]:
     results = []
     for shape in shapes:
         for precision in precisions:

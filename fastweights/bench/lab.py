@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
-from fastweights.bench.timing import Timing, interleave
+from fastweights.bench.timing import Advance, Timing, interleave
 from fastweights.lab.tasks.key_value_retrieval import EPS, D, Model, Task
 
 KEYS, BATCH = 100, 32
@@ -104,7 +104,7 @@ def check(model: Model, plain: Plain) -> float:
     return error
 
 
-def run(repeats: int, advance, *, keys: int = KEYS, batch: int = BATCH) -> Result:
+def run(repeats: int, advance: Advance, *, keys: int = KEYS, batch: int = BATCH) -> Result:
     torch.manual_seed(0)
     model = Model(Task(keys, replace=True), "dpfp-1", "delta", "sum", batch=batch)
     plain = Plain(model)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastweights.attention_config import PRESETS
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
-from fastweights.bench.timing import Timing, interleave
+from fastweights.bench.timing import Advance, Timing, interleave
 from fastweights.torch import FastWeightAttention, fast_weight
 
 DEFAULT = dict(batch=1, tokens=2048, dim=256, heads=8)
@@ -94,7 +94,7 @@ def run(
     dim: int,
     heads: int,
     repeats: int,
-    advance: Callable[[str, float], None],
+    advance: Advance,
 ) -> list[Result]:
     """Check each layer, then time it in turns with its parts."""
     results = []

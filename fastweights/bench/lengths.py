@@ -14,8 +14,8 @@ import torch
 
 from fastweights.bench import agree
 from fastweights.bench.case import Case, Contestant, our_method
-from fastweights.bench.memory import Advance, forward_backward
-from fastweights.bench.timing import Timing, interleave
+from fastweights.bench.memory import forward_backward
+from fastweights.bench.timing import Advance, Call, Timing, interleave
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 SMOKE = (64, 128)
@@ -97,7 +97,7 @@ def _cpu_peak(case: Case, method: str, threads: int) -> int:
     return _resident()[1] - before
 
 
-def _warm(case: Case, contestant: Contestant):
+def _warm(case: Case, contestant: Contestant) -> Call:
     """Forward+backward, ready to run, after a short one has loaded the code and the buffers that are kept for good."""
     B, T, H, K, V = case.shape
     forward_backward(contestant, replace(case, shape=(B, min(T, 512), H, K, V)).tensors())()

@@ -1,6 +1,6 @@
 """`fastweights bench memory`: our methods against the peers, forward and forward+backward, in one interleaved run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +19,7 @@ from fastweights.bench.case import (
     our_method,
     our_methods,
 )
-from fastweights.bench.timing import Call, Timing, interleave
+from fastweights.bench.timing import Advance, Call, Timing, interleave
 from fastweights.core import FastWeightError
 from fastweights.features import parse_fixed
 from fastweights.torch.ops import METHODS
@@ -35,8 +35,6 @@ PAPER: dict[str, tuple[Shape, ...]] = {"cuda": ((96, 256, 8, 16, 16), (16, 4096,
 SMOKE: tuple[Shape, ...] = ((1, 48, 2, 8, 8), (2, 200, 1, 4, 6))  # checked by the loop, and by chunks it vouches for
 PASSES = ("forward", "forward_backward")
 STEPS = 2  # per case: check, time
-
-Advance = Callable[[str, float], None]
 
 
 @dataclass

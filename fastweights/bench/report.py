@@ -1,7 +1,7 @@
 """How benchmarks are shown and kept: a progress bar, tables, and one JSON file per machine and commit."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,11 +14,11 @@ from rich.table import Table
 from fastweights.bench import machine
 from fastweights.bench.lengths import Scaling
 from fastweights.bench.memory import PASSES, Result
-from fastweights.bench.timing import Timing
+from fastweights.bench.timing import Advance, Timing
 
 
 @contextmanager
-def progress(steps: float) -> Iterator[Callable[[str, float], None]]:
+def progress(steps: float) -> Iterator[Advance]:
     """A bar on standard error and the function that moves it: `advance(what, steps)`.
 
     It draws when told to, between samples, and never from a thread that would disturb them.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 Call = Callable[[], object]
+Advance = Callable[[str, float], None]  # (what is being timed, steps done since): moves the progress bar
 
 
 class Timing(NamedTuple):

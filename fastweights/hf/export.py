@@ -95,14 +95,14 @@ def tokenizer_of(ours: Bytes | Subwords) -> Any:
     )
 
 
-def _bytes(ours):
+def _bytes(ours: Bytes | Subwords) -> Any:
     """A tokenizer of bytes in the ecosystem's spelling, in which each byte is a printable character."""
     import json
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     spelled = _spelling()
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if isinstance(ours, Bytes):
         vocab, merges = {spelled[b]: b for b in range(256)}, []
     else:

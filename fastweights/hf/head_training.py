@@ -38,7 +38,7 @@ class Adapting:
     clip: float = 1.0
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.stride <= self.window:
             raise FastWeightError(f"stride is {self.stride}; expected from 1 to the window of {self.window} tokens")
         for name in ("steps", "batch", "length"):
@@ -76,7 +76,7 @@ def body(model: Any, tokens: Tensor) -> Tensor:
     """Features (B, T, D) on their way into the output embedding, for tokens (B, T)."""
     found: list[Tensor] = []
 
-    def take(module, given):
+    def take(module: Any, given: tuple) -> tuple:
         found.append(given[0])
         return (given[0][:, -1:], *given[1:])  # no logits are wanted
 

@@ -43,7 +43,7 @@ class Reading:
     parameters: tuple[str, ...] = ("*",)
     statistics: GradientStatistics | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.stride <= self.window:
             raise FastWeightError(f"stride is {self.stride}; expected from 1 to the window of {self.window} tokens")
 
@@ -99,7 +99,7 @@ def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
     return torch.cat(losses), 0
 
 
-def _windows(model, row, spans):
+def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
     """Losses of windows of equal lengths, one after the other."""
     keep = spans[0][2] - spans[0][1]
     tokens = torch.cat([row[:, first:stop] for first, _, stop in spans])

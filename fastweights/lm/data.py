@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from fastweights.core import FastWeightError
 from fastweights.files import replacing
 from fastweights.text import corpus, tokenizer
 from fastweights.text.corpus import SPLITS
+
+Tokenizer = tokenizer.Bytes | tokenizer.Subwords
 
 VERSION = 1  # of the files below
 INDEX = "index.json"  # where each split's documents begin; a folder that has it is complete
@@ -45,7 +48,7 @@ class Split:
 @dataclass(frozen=True)
 class Corpus:
     splits: dict[str, Split]
-    tokenizer: tokenizer.Bytes | tokenizer.Subwords
+    tokenizer: Tokenizer
     folder: Path
 
     @property
@@ -79,7 +82,7 @@ def _encode(data: str, tokens: str, folder: Path) -> None:
             raise
 
 
-def _write(path: Path, found: Iterable[corpus.Document], with_tokens) -> dict:
+def _write(path: Path, found: Iterable[corpus.Document], with_tokens: Tokenizer) -> dict[str, Any]:
     dtype = "uint16" if with_tokens.size <= 2**16 else "uint32"
     at, names, sizes = [0], [], []
     with open(path, "wb") as file:
@@ -115,7 +118,7 @@ class Batches:
     seed: int
     carried: bool
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.per_epoch < 1:
             need, have = self.rows * self.length + 1, len(self.split.tokens)
             raise FastWeightError(

@@ -76,18 +76,18 @@ def score(
     return Score(mode, losses, time.perf_counter() - started, held, peak())
 
 
-def _before(model, memory):
+def _before(model: LanguageModel, memory: Memory | None) -> Any:
     return model.init_state(1) if memory is None else memory.fork().state
 
 
-def _row(model, text, memory):
+def _row(model: LanguageModel, text: Text, memory: Memory | None) -> Tensor:
     """(1, T + 1): what comes before the text, and its tokens."""
     before = model.vocab - 1 if memory is None else memory.last
     return torch.from_numpy(np.r_[before, text.tokens])[None].to(model.embedding.weight.device)
 
 
 @torch.no_grad()
-def _static(model, row):
+def _static(model: LanguageModel, row: Tensor) -> Tensor:
     """Each window of the training length sees only itself."""
     length, T = model.config.length, row.shape[1] - 1
     losses = []

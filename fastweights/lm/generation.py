@@ -22,7 +22,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.temperature < 0:
             raise FastWeightError(f"temperature is {self.temperature}; expected 0 or more")
         if self.top_k < 0:

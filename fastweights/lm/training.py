@@ -262,7 +262,7 @@ def interruptible() -> Iterator[list]:
     """A list that is empty until Ctrl-C or a polite kill; a second Ctrl-C stops at once."""
     stopped: list[int] = []
 
-    def stop(number, frame):
+    def stop(number: int, frame: Any) -> None:
         if stopped:
             raise KeyboardInterrupt
         stopped.append(number)

@@ -99,7 +99,7 @@ class Config:
     checkpointing: bool = _of(False, "Recompute blocks in the backward pass to save memory.")
     parallel: str = _of("none", "How the processes of torchrun share the work: ddp or fsdp.")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name, choices[0]) not in choices:
                 raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")

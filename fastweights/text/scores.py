@@ -81,9 +81,9 @@ def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) 
     )
 
 
-def _by_position(nats, at, sizes):
+def _by_position(nats: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> list[float | None]:
     """Bits per byte between EDGES; None where no text is that long."""
-    found = []
+    found: list[float | None] = []
     for low, high in zip(EDGES, (*EDGES[1:], math.inf), strict=True):
         here = (at >= low) & (at < high)
         found.append(float(nats[here].sum() / math.log(2) / sizes[here].sum()) if sizes[here].sum() else None)

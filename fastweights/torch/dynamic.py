@@ -247,7 +247,7 @@ class DynamicEvaluation:
     def _learn(self, loss):
         grads = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
         with torch.no_grad():
-            shrink = 1.0
+            shrink: Any = 1.0
             if self.clip is not None:
                 norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
                 shrink = (self.clip / (norm + 1e-12)).clamp(max=1.0)
