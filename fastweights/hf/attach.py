@@ -15,7 +15,7 @@ from fastweights.files import read_json, read_tensors, write_json, write_tensors
 from fastweights.fwl import FWLState
 from fastweights.hf.cache import memory_of
 from fastweights.hf.head import FastHead, HeadConfig
-from fastweights.hf.model import real_tokens
+from fastweights.hf.inputs import real_tokens
 from fastweights.torch.dtypes import accumulation_dtype
 
 NAME = "fast_head"  # of the new part: model.fast_head

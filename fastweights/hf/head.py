@@ -88,14 +88,26 @@ class FastHead(nn.Module):
         self.adapting = True  # False: the model attached to answers from what is known so far
         D, F = config.width, config.size
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
-        residual = config.mode == "residual"
-        self.dense1 = nn.Parameter(torch.randn(D, F, **to) * D**-0.5)
-        self.bias1 = nn.Parameter(torch.full((F,), -THRESHOLD if residual else 0.0, **to))
-        self.dense2 = nn.Parameter(torch.zeros(F, D, **to) if residual else torch.randn(F, D, **to) * F**-0.5)
-        self.bias2 = nn.Parameter(torch.zeros(D, **to))
+        empty = lambda *shape: nn.Parameter(torch.empty(*shape, **to))  # noqa: E731
+        self.dense1, self.bias1, self.dense2, self.bias2 = empty(D, F), empty(F), empty(F, D), empty(D)
+        if config.mode == "between":
+            self.scale, self.shift = empty(D), empty(D)
+        self.steps = empty(STEPS[config.mode])
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew."""
+        c = self.config
+        residual = c.mode == "residual"
+        self.dense1.normal_(std=c.width**-0.5)
+        self.bias1.fill_(-THRESHOLD if residual else 0.0)
+        self.dense2.normal_(std=0.0 if residual else c.size**-0.5)
+        self.bias2.zero_()
         if not residual:
-            self.scale, self.shift = nn.Parameter(torch.ones(D, **to)), nn.Parameter(torch.zeros(D, **to))
-        self.steps = nn.Parameter(torch.full((STEPS[config.mode],), config.step_size, **to))
+            self.scale.fill_(1.0)
+            self.shift.zero_()
+        self.steps.fill_(c.step_size)
 
     def init_state(self, batch: int) -> FWLState:
         """What the head knows before the first token."""

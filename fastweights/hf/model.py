@@ -1,31 +1,53 @@
 """The application's language model as one of the ecosystem: `generate`, `Trainer`, `pipeline` take it as any other."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fastweights.core import FastWeightError
 from fastweights.hf.cache import FastWeightCache
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.head import FastHead, HeadConfig
-from fastweights.hf.masked import run_block
-from fastweights.models.language_model import LanguageModel, State
+from fastweights.hf.inputs import packing_of, real_tokens, text_starts
+from fastweights.models.language_model import EPS, Block, State
+from fastweights.torch.tree import map_tensors
+
+
+class FastWeightBlock(GradientCheckpointingLayer, Block):
+    """A block of the application, with the ecosystem's switch for checkpointing."""
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):
     config_class = FastWeightConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012 - the base class's own form
+    _no_split_modules = ["FastWeightBlock"]  # noqa: RUF012 - the base class's own form
     _is_stateful = True
+    _supports_sdpa = True  # what softmax blocks run
     accepts_loss_kwargs = True
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Constructors have done it."""
+        """Weights that a checkpoint lacks get their documented initial values; what it has stays as it is."""
+        reset: Any = getattr(module, "reset_parameters", None)
+        tensors = [*module.parameters(), *module.buffers()]
+        loaded = [x for x in tensors if getattr(x, "_is_hf_initialized", False)]
+        if reset is None or len(loaded) == len(tensors):
+            return
+        kept = [x.clone() for x in loaded]
+        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+            weight: Any = module.weight
+            weight.normal_(std=self.config.hidden_size**-0.5)
+        else:
+            reset()
+        for x, old in zip(loaded, kept, strict=True):
+            x.copy_(old)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -37,65 +59,71 @@ class FastWeightModel(FastWeightPreTrainedModel):
 
     def __init__(self, config: FastWeightConfig):
         super().__init__(config)
-        with torch.device("cpu"):  # `from_pretrained` builds on no device, where the layers' seeds cannot be drawn
-            trunk = LanguageModel(config.trunk(), config.vocab_size)
-        self.embed_tokens, self.blocks, self.norm = trunk.embedding, trunk.blocks, trunk.norm
+        trunk = config.trunk()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(FastWeightBlock(trunk, name) for name in trunk.mixers)
+        self.norm = nn.RMSNorm(config.hidden_size, EPS)
         self.gradient_checkpointing = False
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.embed_tokens = value
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: FastWeightCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        **kwargs: Any,  # of packed batches, see inputs.py; others are refused
     ) -> BaseModelOutputWithPast | tuple:
-        """attention_mask (B, T) or (B, all tokens so far): 0 for padding, on any side."""
+        """attention_mask (B, T) or (B, all tokens so far): 0 for padding, on any side.
+
+        position_ids (B, T): memories need none, but where they do not go on by 1, another text starts.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise FastWeightError("input_ids and inputs_embeds are both given or both absent; expected one of them")
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise FastWeightError("output_attentions is True; expected False: a memory has no attention weights")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache, len(x))
-        state = cache.state if cache is not None and cache.state is not None else self.init_state(len(x))
+        state = None if cache is None else cache.state
         mask = real_tokens(attention_mask, x.shape[1])
+        pieces = text_starts(x, mask, position_ids, packing_of(kwargs))
         after: list[Any] = []
         hidden: list[Any] = [x]
-        for block, memory in zip(self.blocks, state.blocks, strict=True):
-            if self.gradient_checkpointing and self.training:
-                x, memory = self._gradient_checkpointing_func(run_block, block, x, memory, mask)
-            else:
-                x, memory = run_block(block, x, memory, mask)
+        blocks = [None] * len(self.blocks) if state is None else state.blocks
+        for block, memory in zip(self.blocks, blocks, strict=True):
+            x, memory = block(x, memory, pieces, mask if pieces is None else None)
             hidden.append(x)
             after.append(memory)
         x = self.norm(x)
         if cache is not None:
-            cache.state, cache.seen = State(after, state.fast), cache.seen + x.shape[1]
+            cache.state = State(after, None if state is None else state.fast)
+            cache.seen = cache.seen + x.shape[1]
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         out = BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache,
             hidden_states=(*hidden[:-1], x) if wanted else None,
         )
-        return out.to_tuple() if return_dict is False else out
-
-    def init_state(self, batch: int) -> State:
-        return State([block.mixer.init_state(batch) for block in self.blocks], None)
+        return out if _dict_wanted(self.config, return_dict) else out.to_tuple()
 
     def _cache(self, given, use_cache, batch):
         use = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if given is None:
             return FastWeightCache() if use else None
         if not isinstance(given, FastWeightCache):
-            raise FastWeightError(f"past_key_values is a {type(given).__name__}; expected a FastWeightCache: the "
-                                  "state is no list of keys and values")  # fmt: skip
+            raise FastWeightError(f"past_key_values is a {type(given).__name__}; expected a FastWeightCache, or None "
+                                  "to have one made: the state is no list of keys and values")  # fmt: skip
         if given.state is not None and given.batch_size != batch:
             raise FastWeightError(f"past_key_values has {given.batch_size} rows; expected {batch}, as input_ids has")
         return given
@@ -115,10 +143,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
     def __init__(self, config: FastWeightConfig):
         super().__init__(config)
         self.model = FastWeightModel(config)
-        with torch.device("cpu"):
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self.fast = FastHead(_head(config)) if config.head == "fwl" else None
-        nn.init.normal_(self.lm_head.weight, std=config.hidden_size**-0.5)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.fast = FastHead(_head(config)) if config.head == "fwl" else None
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -131,62 +157,84 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: FastWeightCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,  # of packed batches, see inputs.py; others are refused
     ) -> CausalLMOutputWithPast | tuple:
-        """labels (B, T): as input_ids, -100 where none is scored; the loss is that of the next token, their mean."""
+        """labels (B, T): as input_ids, -100 where none is scored; the loss is that of the next token, their mean.
+
+        shift_labels (B, T): the same, one token earlier already.
+        """
+        packing = packing_of(kwargs)
         before = None if past_key_values is None or past_key_values.state is None else past_key_values.state.fast
         out: Any = self.model(
-            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states
-        )
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            output_attentions, True, **packing,
+        )  # fmt: skip
         x, cache = out.last_hidden_state, out.past_key_values
         if self.fast is not None:
             if input_ids is None:
                 raise FastWeightError("input_ids is missing; expected tokens: a Fast Weight Layer learns from them, "
                                       "inputs_embeds do not say which they are")  # fmt: skip
             mask = real_tokens(attention_mask, x.shape[1])
-            x, fast = self.fast(x, input_ids, self.lm_head.weight, mask=mask, state=before, learn=self.config.adapt)
+            pieces = text_starts(x, mask, position_ids, packing)
+            x, fast = self._learn(x, input_ids, before, mask, pieces)
             if cache is not None:
                 cache.state = cache.state._replace(fast=fast)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])
         loss = None
-        if labels is not None:
+        if labels is not None or shift_labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size,
-                                      num_items_in_batch=num_items_in_batch)  # fmt: skip
+                                      num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)  # fmt: skip
         whole = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=out.hidden_states)
-        return whole.to_tuple() if return_dict is False else whole
+        return whole if _dict_wanted(self.config, return_dict) else whole.to_tuple()
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,  # what `generate` keeps for other models
-    ) -> dict[str, Any]:  # fmt: skip
-        """Only what the cache has not seen."""
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        given: dict[str, Any] = dict(past_key_values=past_key_values, attention_mask=attention_mask,
-                                     use_cache=use_cache, logits_to_keep=logits_to_keep)  # fmt: skip
-        if inputs_embeds is not None and not seen:
-            return given | dict(inputs_embeds=inputs_embeds)
-        return given | dict(input_ids=input_ids[:, min(seen, input_ids.shape[1] - 1) :])
+    def _learn(self, x, tokens, state, mask, pieces):
+        """What the Fast Weight Layer makes of the features, and what it knows after them."""
+        head: Any = self.fast
+        with _loaded(self.lm_head):
+            unembed = self.lm_head.weight
+            if pieces is None:
+                return head(x, tokens, unembed, mask=mask, state=state, learn=self.config.adapt)
+            rows = pieces.apart(x), pieces.apart(tokens)
+            entered = head.init_state(len(x)) if state is None else state
+            y, after = head(*rows, unembed, mask=pieces.real, state=map_tensors(pieces.enter, entered),
+                            learn=self.config.adapt)  # fmt: skip
+            return pieces.together(y), map_tensors(pieces.leave, after)
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict, *args: Any, **how: Any
+    ) -> None:
+        """`generate` starts with our cache, whose size is constant whatever it is asked to be."""
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic", "static"):
+            raise FastWeightError(f"cache_implementation is {wanted!r}; expected None: the state of this model has a "
+                                  "constant size and is a FastWeightCache")  # fmt: skip
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = FastWeightCache()
 
 
-def real_tokens(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
-    """(B, T) bool of the last `tokens`, or None where none of them is padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2:
-        raise FastWeightError(f"attention_mask has shape {tuple(attention_mask.shape)}; expected (B, T): 0 for padding")
-    mask = attention_mask[:, -tokens:].bool()
-    if mask.shape[1] != tokens:
-        raise FastWeightError(f"attention_mask has {mask.shape[1]} columns; expected at least {tokens}: one per token")
-    return None if bool(mask.all()) else mask
+def _dict_wanted(config, return_dict):
+    return config.return_dict if return_dict is None else return_dict
+
+
+def _loaded(module):
+    """The module's weights where they are used; they are elsewhere when `device_map` offloads them."""
+    if not module.weight.is_meta or not hasattr(module, "_hf_hook"):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
 
 
 def _head(config: FastWeightConfig) -> HeadConfig:

@@ -4,17 +4,11 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fastweights.attention_config import PRESETS as LAYER_PRESETS
+from fastweights.attention_config import ALIASES
+from fastweights.attention_config import PRESETS as LAYERS
 from fastweights.core import FastWeightError
 
-# Name of a model's mixer -> preset of FastWeightAttention and what changes. Without decay or delta rule a memory does
-# not know the order of what it holds; a convolution of four tokens tells it.
-MIXERS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in LAYER_PRESETS} | {
-    "linear": ("linear-transformer", dict(conv=4)),
-    "performer": ("performer", dict(conv=4)),
-    "delta": ("deltanet", {}),
-    "gated-delta": ("gated-deltanet", {}),
-}
+MIXERS = (*LAYERS, *ALIASES)  # names of the layers' own table
 OTHERS = ("transformer", "softmax", "lstm")
 
 # Schlag et al. 2021, but for the norms (theirs follow the blocks) and the vocabulary

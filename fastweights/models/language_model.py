@@ -41,12 +41,22 @@ class Scores(NamedTuple):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, device: Any = None, dtype: Any = None):
         super().__init__()
         self.gated = config.ff == "swiglu"
+        self.scale = (2 * len(config.mixers)) ** -0.5  # of the output's initial weights: blocks add up
         width = config.hidden or (-(-config.dim * 8 // 3 // 16) * 16 if self.gated else 4 * config.dim)
-        self.into = nn.Linear(config.dim, width * (1 + self.gated), bias=False)
-        self.out = nn.Linear(width, config.dim, bias=False)
+        self.into = nn.Linear(config.dim, width * (1 + self.gated), bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(width, config.dim, bias=False, device=device, dtype=dtype)
+        with torch.no_grad():
+            self.out.weight.mul_(self.scale)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew."""
+        self.into.reset_parameters()
+        self.out.reset_parameters()
+        self.out.weight.mul_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
@@ -59,15 +69,19 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: Config, name: str):
+    def __init__(self, config: Config, name: str, *, device: Any = None, dtype: Any = None):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(config.dim, EPS), nn.RMSNorm(config.dim, EPS)
-        self.mixer = mixer(name, config.dim, config.heads, config.window or config.length)
-        self.feed_forward = FeedForward(config)
+        to = dict(device=device, dtype=dtype)
+        self.norm1, self.norm2 = nn.RMSNorm(config.dim, EPS, **to), nn.RMSNorm(config.dim, EPS, **to)
+        self.mixer = mixer(name, config.dim, config.heads, config.window or config.length, **to)
+        self.feed_forward = FeedForward(config, **to)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, state: Any, pieces: Pieces | None) -> tuple[Tensor, Any]:
-        y, state = self.mixer(self.norm1(x), state, pieces)
+    def forward(
+        self, x: Tensor, state: Any = None, pieces: Pieces | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """state: of the mixer, None before the first token.  mask (B, T): False for padding, on any side."""
+        y, state = self.mixer(self.norm1(x), state, pieces, mask)
         x = x + self.dropout(y)
         return x + self.dropout(self.feed_forward(self.norm2(x))), state
 
@@ -94,9 +108,6 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocab, config.dim)
         nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
         self.blocks = nn.ModuleList(Block(config, name) for name in config.mixers)
-        with torch.no_grad():
-            for block in self.blocks:
-                block.feed_forward.out.weight.mul_((2 * len(self.blocks)) ** -0.5)
         self.norm = nn.RMSNorm(config.dim, EPS)
         self.fast = None
         if config.head == "fwl":
@@ -111,7 +122,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, state: State | None = None, pieces: Pieces | None = None) -> tuple[Tensor, list]:
         """Features (B, T, D) for tokens (B, T), and the states of the blocks."""
-        blocks = self.init_state(len(tokens)).blocks if state is None else state.blocks
+        blocks = [None] * len(self.blocks) if state is None else state.blocks
         x, after = self.embedding(tokens), []
         for block, memory in zip(self.blocks, blocks, strict=True):
             if self.config.checkpointing and self.training:

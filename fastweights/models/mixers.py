@@ -1,6 +1,7 @@
-"""Sequence mixers with one interface: (x (B, T, D), state, pieces) -> (y (B, T, D), state).
+"""Sequence mixers with one interface: (x (B, T, D), state, pieces, mask) -> (y (B, T, D), state).
 
-The state holds what a mixer knows of the tokens before x, B rows of it. `pieces` says where documents start inside x.
+The state holds what a mixer knows of the tokens before x, B rows of it; None is that of no tokens. `pieces` says where
+documents start inside x; `mask` (B, T) is False for padding, on any side and whatever it holds.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.attention import AttentionState
-from fastweights.models.config import MIXERS
+from fastweights.attention_config import preset_arguments
+from fastweights.core import FastWeightError
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.tree import map_tensors
 
@@ -56,18 +58,39 @@ class Pieces(NamedTuple):
         """(N, ...) -> (B, ...): the last piece of each row."""
         return pieces.index_select(0, self.last)
 
+    @property
+    def real(self) -> Tensor:
+        """(N, longest piece): whether there is a token."""
+        lengths = self.cu_seqlens.diff()
+        return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+    def apart(self, rows: Tensor) -> Tensor:
+        """(B, T, ...) -> (N, longest piece, ...): each piece is a row of its own, filled up with zeros."""
+        found = rows.flatten(0, 1).split(self.cu_seqlens.diff().tolist())
+        return nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+    def together(self, pieces: Tensor) -> Tensor:
+        """(N, longest piece, ...) -> (B, T, ...): `apart` undone."""
+        return pieces[self.real].view(*self.starts.shape, *pieces.shape[2:])
+
 
 class FastWeightMixer(nn.Module):
     """FastWeightAttention on rows that hold several documents."""
 
-    def __init__(self, name: str, dim: int, heads: int):
+    def __init__(self, name: str, dim: int, heads: int, *, device: Any = None, dtype: Any = None):
         super().__init__()
-        preset, changes = MIXERS[name]
-        self.layer = FastWeightAttention.preset(preset, dim, heads, **changes)
+        self.layer = FastWeightAttention(dim, heads, **layer_arguments(name), device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, state: AttentionState, pieces: Pieces | None) -> tuple[Tensor, AttentionState]:
-        if pieces is None:
-            return self.layer(x, state)
+    def forward(
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        pieces: Pieces | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        if pieces is None or mask is not None:
+            _one_of(pieces, mask)
+            return self.layer(x, state, mask=mask)
         if pieces.whole:
             return self.layer(x, map_tensors(pieces.kept, state))
         y, state = self.layer(x.reshape(1, -1, x.shape[-1]), map_tensors(pieces.enter, state),
@@ -89,38 +112,85 @@ class SoftmaxState(NamedTuple):
 class SoftmaxMixer(nn.Module):
     """Causal softmax attention with rotary positions over the last `window` tokens and the current ones."""
 
-    def __init__(self, dim: int, heads: int, window: int):
+    def __init__(self, dim: int, heads: int, window: int, *, device: Any = None, dtype: Any = None):
         super().__init__()
         self.heads, self.window = heads, window
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
-        self.out_proj = nn.Linear(dim, dim, bias=False)
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=False, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, state: SoftmaxState, pieces: Pieces | None) -> tuple[Tensor, SoftmaxState]:
-        B, T, D = x.shape
-        W = self.window
-        q, k, v = self.in_proj(x).view(B, T, 3, self.heads, D // self.heads).unbind(2)
-        k, v = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
+    def forward(
+        self,
+        x: Tensor,
+        state: SoftmaxState | None = None,
+        pieces: Pieces | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, SoftmaxState]:
+        if mask is None:
+            return self._attend(x, state, pieces)
+        _one_of(pieces, mask)
+        order = mask.long().argsort(dim=1, stable=True)  # padding first, real tokens side by side after it
+        x = torch.where(mask[..., None], x, 0.0)
+        y, state = self._attend_last(_reordered(x, order), state, mask.sum(1))
+        return _reordered(y, order.argsort(1)), state
+
+    def _attend(self, x, state, pieces):
+        B, T, _ = x.shape
+        W = self.window if state is not None else 0  # without a state there is nothing to look back at
+        q, k, v = self._qkv(x, state)
         at = torch.arange(W + T, device=x.device)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
-        count = state.held if pieces is None else pieces.kept(state.held)
-        seen = (back >= 0) & (back <= W) & (at >= W - count[:, None, None])
+        seen = ((back >= 0) & (back <= self.window))[None]
+        count = at.new_zeros(B) if state is None else state.held if pieces is None else pieces.kept(state.held)
+        if state is not None:
+            seen = seen & (at >= W - count[:, None, None])
         if pieces is not None:
             document = pieces.starts.long().cumsum(1)
             seen = seen & (F.pad(document, (W, 0))[:, None, :] == document[:, :, None])
-        y = F.scaled_dot_product_attention(rotate(q, at[W:]).transpose(1, 2), rotate(k, at).transpose(1, 2),
-                                           v.transpose(1, 2), seen[:, None])  # fmt: skip
         if pieces is None:
             age = count + T
         else:
             since = torch.where(pieces.starts, at[:T], -1).amax(1)
             age = torch.where(since < 0, count + T, T - since)
-        state = SoftmaxState(k[:, -W:], v[:, -W:], age.clamp(max=W).to(count.dtype))
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, D)), state
+        return self._answer(q, k, v, at, W, seen), self._remember(k, v, age)
+
+    def _attend_last(self, x, state, real):
+        """The last `real` (B,) tokens of each row are no padding."""
+        T = x.shape[1]
+        W = self.window if state is not None else 0
+        q, k, v = self._qkv(x, state)
+        at = torch.arange(W + T, device=x.device)
+        kept = at >= W + T - real[:, None]
+        if state is not None:
+            kept = kept | ((at < W) & (at >= W - state.held[:, None]))
+        together = kept.long().argsort(dim=1, stable=True)[..., None, None]  # what is kept of the state beside the new
+        k, v = torch.take_along_dim(k, together, 1), torch.take_along_dim(v, together, 1)
+        total = kept.sum(1)
+        back = at[W:, None] - at
+        seen = (back >= 0) & (back <= self.window) & (at >= W + T - total[:, None, None])
+        seen = seen | (back == 0)  # padding sees itself: a softmax over nothing is no number
+        return self._answer(q, k, v, at, W, seen), self._remember(k, v, total)
+
+    def _qkv(self, x, state):
+        """Queries of x, keys and values of the state and of x."""
+        q, k, v = self.in_proj(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        if state is None:
+            return q, k, v
+        return q, torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
+
+    def _answer(self, q, k, v, at, W, seen):
+        q, k = rotate(q, at[W:]).transpose(1, 2), rotate(k, at).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), seen[:, None])
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def _remember(self, k, v, age):
+        W, missing = self.window, max(0, self.window - k.shape[1])
+        k, v = (F.pad(a, (0, 0, 0, 0, missing, 0)) if missing else a[:, -W:].clone() for a in (k, v))
+        return SoftmaxState(k, v, age.clamp(max=W))
 
     def init_state(self, batch: int) -> SoftmaxState:
         like = self.out_proj.weight
         empty = like.new_zeros(batch, self.window, self.heads, like.shape[0] // self.heads)
-        return SoftmaxState(empty, empty.clone(), like.new_zeros(batch))
+        return SoftmaxState(empty, empty.clone(), like.new_zeros(batch, dtype=torch.long))
 
 
 def rotate(x: Tensor, at: Tensor) -> Tensor:
@@ -143,11 +213,18 @@ class LSTMState(NamedTuple):
 class LSTMMixer(nn.Module):
     """torch's own LSTM."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, *, device: Any = None, dtype: Any = None):
         super().__init__()
-        self.lstm = nn.LSTM(dim, dim, batch_first=True)
+        self.lstm = nn.LSTM(dim, dim, batch_first=True, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, state: LSTMState, pieces: Pieces | None) -> tuple[Tensor, LSTMState]:
+    def forward(
+        self, x: Tensor, state: LSTMState | None = None, pieces: Pieces | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, LSTMState]:
+        if state is None:
+            state = LSTMState(x.new_zeros(len(x), x.shape[-1]), x.new_zeros(len(x), x.shape[-1]))
+        if mask is not None:
+            _one_of(pieces, mask)
+            return self._padded(x, state, mask)
         if pieces is not None and not pieces.whole:
             return self._cut(x, state, pieces)
         if pieces is not None:
@@ -157,23 +234,54 @@ class LSTMMixer(nn.Module):
 
     def _cut(self, x, state, pieces):
         """Each piece is a sequence of its own, padded to the longest."""
-        lengths = pieces.cu_seqlens.diff()
-        sequences = nn.utils.rnn.pad_sequence(x.flatten(0, 1).split(lengths.tolist()), batch_first=True)
-        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        state = map_tensors(pieces.enter, state)
+        y, state = self._run(pieces.apart(x), map_tensors(pieces.enter, state), pieces.cu_seqlens.diff())
+        return pieces.together(y), map_tensors(pieces.leave, state)
+
+    def _padded(self, x, state, mask):
+        order = (~mask).long().argsort(dim=1, stable=True)  # real tokens first
+        real = mask.sum(1)
+        y, after = self._run(_reordered(x, order), state, real.clamp(min=1))
+        some = (real > 0)[:, None]
+        after = LSTMState(*(torch.where(some, new, old) for new, old in zip(after, state, strict=True)))
+        return _reordered(y, order.argsort(1)), after
+
+    def _run(self, x, state, lengths):
+        """Sequences (N, T, D) of these lengths (N,), padded on the right."""
+        rnn = nn.utils.rnn
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         y, (h, c) = self.lstm(packed, (state.h[None], state.c[None]))
-        y, _ = nn.utils.rnn.pad_packed_sequence(y, batch_first=True)
-        real = torch.arange(y.shape[1], device=x.device) < lengths[:, None]
-        return y[real].view(x.shape), map_tensors(pieces.leave, LSTMState(h[0], c[0]))
+        y, _ = rnn.pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
+        return y, LSTMState(h[0], c[0])
 
     def init_state(self, batch: int) -> LSTMState:
         empty = next(self.lstm.parameters()).new_zeros(batch, self.lstm.hidden_size)
         return LSTMState(empty, empty.clone())
 
 
-def mixer(name: str, dim: int, heads: int, window: int) -> Any:
+def mixer(name: str, dim: int, heads: int, window: int, *, device: Any = None, dtype: Any = None) -> Any:
+    to = dict(device=device, dtype=dtype)
     if name == "lstm":
-        return LSTMMixer(dim)
+        return LSTMMixer(dim, **to)
     if name in ("transformer", "softmax"):
-        return SoftmaxMixer(dim, heads, window)
-    return FastWeightMixer(name, dim, heads)
+        return SoftmaxMixer(dim, heads, window, **to)
+    return FastWeightMixer(name, dim, heads, **to)
+
+
+def layer_arguments(name: str) -> dict[str, Any]:
+    """The preset of this name, as a language model takes it.
+
+    Without decay or delta rule a memory does not know the order of what it holds; a convolution of four tokens tells.
+    """
+    found = preset_arguments(name)
+    ordered = found["rule"] == "delta" or found.get("decay") or found.get("conv")
+    return found if ordered else found | dict(conv=4)
+
+
+def _reordered(x, order):
+    """Tokens of x (B, T, D) in this order (B, T)."""
+    return torch.take_along_dim(x, order[..., None], 1)
+
+
+def _one_of(pieces, mask):
+    if pieces is not None and mask is not None:
+        raise FastWeightError("pieces and mask are both given; expected one: padding of a packed row is a piece")

@@ -46,12 +46,13 @@ def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
-    return Unit.apply(x, eps)[0]
+    learning = (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
+    return Unit.apply(x, eps)[0] if learning else Unit.forward(x, eps)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean x^2 + eps) * weight over the last axis, in the dtype of x, computed in float32 or wider."""
-    if (x.is_cuda or not (torch.is_grad_enabled() and x.requires_grad)) and not is_transformed():
+    if x.is_cuda and not is_transformed():  # there torch has it in one launch
         return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
     width = x.shape[-1]
     wide = x if x.dtype == torch.float64 else x.float()

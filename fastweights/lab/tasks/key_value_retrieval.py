@@ -177,7 +177,7 @@ class Model:
             )
         norm, divided = NORMS[self.norm]
         of_q = "max" if query and divided and directions is not None else norm
-        return feature_map(x, str(self.config.features), norm=of_q, projection=directions)
+        return feature_map(x, self.config.phi.name, norm=of_q, projection=directions)
 
     def memory(self, keys: Tensor, values: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None."""
@@ -253,7 +253,7 @@ class Model:
             keys, values = keys.flip(1), values.flip(1)
         raw, beta = self.raw_keys(keys, values), self.rates(keys, values)
         assert beta is not None  # the delta rule has rates
-        k, beta, z = effective(self.config.norm, self.config.features, self.phi(raw, directions, False) if own else raw,
+        k, beta, z = effective(self.config.norm, self.config.phi.name, self.phi(raw, directions, False) if own else raw,
                                beta, projection=None if own else directions)  # fmt: skip
         if divided:
             k, beta = k.flip(1), beta.flip(1)

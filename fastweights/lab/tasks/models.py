@@ -7,24 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastweights.attention_config import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, rotate
 from fastweights.torch.nn import FastWeightAttention
 
-# Arguments of FastWeightAttention: the cells of the papers' grid, by rule and features.
-LAYERS: dict[str, dict[str, Any]] = {
-    "linear": dict(rule="sum", features="elu+1", norm="attention", out_norm=False),
-    "performer": dict(rule="sum", features="favor-32", norm="attention", out_norm=False),
-    "dpfp-sum": dict(rule="sum", features="dpfp-2", norm="attention", out_norm=False),
-    "retnet": dict(rule="sum", features="identity", norm="none", decay="retnet", gate=True),
-    "elu-delta": dict(rule="delta", features="elu+1", norm="sum", out_norm=False),
-    "performer-delta": dict(rule="delta", features="favor-32", norm="sum", out_norm=False),
-    "dpfp-delta": dict(rule="delta", features="dpfp-2", norm="sum", out_norm=False),
-    "delta": dict(rule="delta", features="silu", norm="l2"),
-    "gated-delta": dict(rule="delta", features="silu", norm="l2", decay="learned", gate=True),
-}
+# The cells of the papers' grid, by rule and features: presets of FastWeightAttention, with feature maps of sizes that
+# suit the lab's small heads. Experiments say themselves how wide a convolution is.
+LAYERS: dict[str, dict[str, Any]] = {name: preset_arguments(name) for name in (
+    "linear", "performer", "dpfp-sum", "retnet", "elu-delta", "performer-delta", "dpfp-delta", "delta", "gated-delta",
+)}  # fmt: skip
+SIZES = {"favor-64": "favor-32", "dpfp-3": "dpfp-2"}
 NAMES = ("softmax", "lstm", *LAYERS)
 
 
@@ -48,7 +43,7 @@ class Attention(nn.Module):
         self.in_proj, self.out_proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.conv = nn.Parameter(torch.empty(conv, 3 * dim).uniform_(-1, 1) / conv**0.5) if conv else None
 
-    def forward(self, x: Tensor, state: Any = None, pieces: Any = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, state: Any = None, pieces: Any = None, mask: Any = None) -> tuple[Tensor, None]:
         B, T, D = x.shape
         y = self.in_proj(x)
         if self.conv is not None:
@@ -79,7 +74,7 @@ def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, fe
           norm: str = "") -> nn.Module:  # fmt: skip
     """A mixer of NAMES.  window: tokens that softmax carries from segment to segment, as Transformer-XL does; 0: none.
 
-    features, norm: instead of those in LAYERS.
+    features, norm: instead of those of the preset.
     """
     if name == "softmax":
         return SoftmaxMixer(dim, heads, window) if window else Attention(dim, heads, conv)
@@ -87,8 +82,11 @@ def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, fe
         return LSTMMixer(dim)
     if name not in LAYERS:
         raise FastWeightError(f"model is {name!r}; expected one of {', '.join(NAMES)}")
-    changes = {n: value for n, value in (("features", features), ("norm", norm)) if value}
-    return Memory(FastWeightAttention(dim, heads, **(LAYERS[name] | changes), conv=conv))
+    found = LAYERS[name]
+    changes: dict[str, Any] = dict(features=features or SIZES.get(found["features"], found["features"]), conv=conv)
+    if norm:
+        changes["norm"] = norm
+    return Memory(FastWeightAttention(dim, heads, **(found | changes)))
 
 
 def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, window: int = 0, dropout: float = 0.0,
