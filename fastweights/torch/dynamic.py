@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
+from fastweights.torch.tree import map_tensors
 
 RULES = ("sgd", "rms", "rms-sum")
 
@@ -227,7 +228,7 @@ class DynamicEvaluation:
             watch: Any = nullcontext([]) if self._recorded is None else recorded(**self._recorded)
             with watch as seen:
                 logits, state = self.call(self.model, tokens[:, first:b], state)
-            state = _detached(state) if self.carry else None
+            state = map_tensors(Tensor.detach, state) if self.carry else None
             loss = token_losses(logits[:, a - first :], tokens[:, a + 1 : b + 1])
             losses.append(self._mixed(seen, tokens[:, a + 1 : b + 1], loss.detach()))
             self._learn(loss.mean())
@@ -255,8 +256,8 @@ class DynamicEvaluation:
                 divide, pull = (1.0, self.decay) if self._scales is None else self._scales[name]
                 back = (self._trained[name] - p) * pull if self.decay else 0.0
                 if g is not None:
-                    p -= self.lr * shrink * g / divide
-                p += back
+                    p.sub_(self.lr * shrink * g / divide)
+                p.add_(back)
 
     def _scale(self):
         """Per parameter: what divides its gradient, and how strongly it is pulled back."""
@@ -286,10 +287,6 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy (B, T) in nats of logits (B, T, V)."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-
-
-def _detached(state):
-    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
 
 
 def _track(items, name, show):

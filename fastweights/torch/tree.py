@@ -1,6 +1,7 @@
-"""States as trees: tensors in tuples, named tuples, lists and dicts, with None where there is nothing."""
+"""States as trees: tensors in tuples, named tuples, lists, dicts and dataclasses, None where there is nothing."""
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ def map_tensors(f: Callable[[torch.Tensor], Any], state: Any) -> Any:
     """
     if isinstance(state, torch.Tensor):
         return f(state)
+    if is_dataclass(state) and not isinstance(state, type):
+        return replace(state, **{field.name: map_tensors(f, getattr(state, field.name)) for field in fields(state)})
     if isinstance(state, dict):
         return {name: map_tensors(f, x) for name, x in state.items()}
     if not isinstance(state, (tuple, list)):
