@@ -1,8 +1,25 @@
-"""The one oracle: the equation of core.py in a float64 NumPy loop, and problems to try it on."""
+"""The one oracle: the equation in a float64 NumPy loop, and problems to try it on.
+
+It imports nothing of the package, so that a mistake in the core cannot agree with itself.
+"""
 
 import numpy as np
 
-from fastweights import core
+# What a token writes at its key, given the decayed memory S (B, H, K, V): value(S, k, v), before the write rate.
+RULES = {
+    "delta": lambda S, k, v: v - (k[..., None] * S).sum(-2),
+    "sum": lambda S, k, v: v,
+}
+READS = ("after", "before")
+
+
+def _step(S, q, k, v, beta, decay, rule, read):
+    """One token; in operators and methods that torch's tensors understand too."""
+    if rule not in RULES or read not in READS:
+        raise ValueError(f"rule is {rule!r} and read is {read!r}; the oracle knows {list(RULES)} and {READS}")
+    old, S = S, decay[..., None, None] * S
+    S = S + k[..., :, None] * (beta[..., None] * RULES[rule](S, k, v))[..., None, :]
+    return S, (q[..., :, None] * (old if read == "before" else S)).sum(-2)
 
 
 def oracle(q, k, v, *, beta=None, log_decay=None, rule="delta", read="after", state=None):
@@ -14,9 +31,21 @@ def oracle(q, k, v, *, beta=None, log_decay=None, rule="delta", read="after", st
     decay = np.ones((B, T, H)) if log_decay is None else np.exp(log_decay.astype(np.float64))
     o = np.empty_like(v)
     for t in range(T):
-        token = (x[:, t] for x in (q, k, v, beta, decay))
-        S, o[:, t] = core.step(S, *token, delta=rule == "delta", before=read == "before")
+        S, o[:, t] = _step(S, *(x[:, t] for x in (q, k, v, beta, decay)), rule, read)
     return o, S
+
+
+def torch_loop(q, k, v, state, beta=None, log_decay=None, *, rule="delta", read="after"):
+    """The same loop on torch tensors, in their dtype and through autograd: (o, state)."""
+    import torch
+
+    S, outputs = state.to(q.dtype), []
+    beta = torch.ones_like(q[..., 0]) if beta is None else beta
+    decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.exp()
+    for t in range(q.shape[1]):
+        S, o = _step(S, *(x[:, t] for x in (q, k, v, beta, decay)), rule, read)
+        outputs.append(o)
+    return (torch.stack(outputs, 1) if outputs else v), S
 
 
 def oracle_gradients(args, do, dS, *, rule="delta", read="after"):
@@ -24,15 +53,8 @@ def oracle_gradients(args, do, dS, *, rule="delta", read="after"):
     import torch
 
     x = {name: torch.tensor(a, dtype=torch.float64, requires_grad=True) for name, a in args.items()}
-    S = x["state"]
-    outputs = []
-    for t in range(x["q"].shape[1]):
-        decay = x["log_decay"][:, t].exp() if "log_decay" in x else torch.ones_like(x["q"][:, t, :, 0])
-        beta = x["beta"][:, t] if "beta" in x else torch.ones_like(x["q"][:, t, :, 0])
-        S, o = core.step(S, x["q"][:, t], x["k"][:, t], x["v"][:, t], beta, decay,
-                         delta=rule == "delta", before=read == "before")  # fmt: skip
-        outputs.append(o)
-    loss = (torch.stack(outputs, 1) * torch.tensor(do)).sum() + (S * torch.tensor(dS)).sum()
+    o, S = torch_loop(**x, rule=rule, read=read)
+    loss = (o * torch.tensor(do)).sum() + (S * torch.tensor(dS)).sum()
     return {name: g.numpy() for name, g in zip(x, torch.autograd.grad(loss, list(x.values())), strict=True)}
 
 

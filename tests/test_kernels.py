@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
-from oracle import oracle, oracle_gradients, problem
+from oracle import oracle, oracle_gradients, problem, torch_loop
 
-from fastweights import FastWeightError, core
-from fastweights.torch import fast_weight, kernels
+from fastweights import FastWeightError
+from fastweights.core import Inputs, Spec
+from fastweights.torch import fast_weight, kernels, methods
 from fastweights.torch.ops import choose
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
@@ -52,17 +53,6 @@ def everything(o, S, leaves, do, dS):
     return {n: x.detach().double().cpu().numpy() for n, x in found.items()}
 
 
-def loop(q, k, v, state, beta=None, log_decay=None, *, rule, read):
-    """Plain PyTorch: the equation in a loop, everything in the dtype of q."""
-    S, outputs = state.to(q.dtype), []
-    beta = torch.ones_like(q[..., 0]) if beta is None else beta
-    decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.exp()
-    for t in range(q.shape[1]):
-        S, o = core.step(S, *(x[:, t] for x in (q, k, v, beta, decay)), delta=rule == "delta", before=read == "before")
-        outputs.append(o)
-    return torch.stack(outputs, 1), S
-
-
 def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     """Output, state and every gradient err at most `factor` times as much as plain PyTorch's in the same dtype.
 
@@ -76,7 +66,7 @@ def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     exact |= {f"d{n}": g for n, g in oracle_gradients(rounded, do, dS, rule=rule, read=read).items()}
     leaves, same, chunks = (tensors(args, dtype) for _ in range(3))
     got = everything(*fast_weight(**leaves, rule=rule, read=read, method="kernel"), leaves, do, dS)
-    plain = everything(*loop(**same, rule=rule, read=read), same, do, dS)
+    plain = everything(*torch_loop(**same, rule=rule, read=read), same, do, dS)
     chunked = fast_weight(**chunks, rule=rule, read=read, method="chunked", chunk_size=64)
     chunked = everything(*chunked, chunks, do, dS)
     for n in exact:
@@ -166,8 +156,8 @@ def without_decay(rng, rule, **sizes):
 @pytest.mark.parametrize("K, V", [(80, 16), (16, 80)])
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
-def test_pieces(rng, monkeypatch, rule, read, K, V):
-    monkeypatch.setattr(kernels.blocks, "PIECE", 2)
+def test_spans(rng, monkeypatch, rule, read, K, V):
+    monkeypatch.setattr(kernels.blocks, "SPAN", 2)
     check(without_decay(rng, rule, B=2, T=300, H=1, K=K, V=V), rule=rule, read=read)
 
 
@@ -176,7 +166,7 @@ def test_pieces(rng, monkeypatch, rule, read, K, V):
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_packed_equals_each_by_itself(rng, monkeypatch, rule, decay, cuts):
-    monkeypatch.setattr(kernels.blocks, "PIECE", 2)
+    monkeypatch.setattr(kernels.blocks, "SPAN", 2)
     sizes = dict(B=1, T=cuts[-1], H=2, K=16, V=16, sequences=4)
     args = tensors(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), torch.float32)
     do, dS = torch.randn_like(args["v"]), torch.randn_like(args["state"])
@@ -195,8 +185,8 @@ def test_packed_equals_each_by_itself(rng, monkeypatch, rule, decay, cuts):
 @runs
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
-def test_segments_in_parallel(rng, monkeypatch, rule, decay):
-    monkeypatch.setattr(kernels.segments, "count", lambda *inputs: 2)
+def test_sections_in_parallel(rng, monkeypatch, rule, decay):
+    monkeypatch.setattr(kernels.sequence_parallel, "sections", lambda *shape: 2)
     sizes = dict(B=2, T=128, H=1, K=16, V=16)
     check(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), HALF[0], rule=rule)
 
@@ -240,18 +230,20 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch, delta, decay, cuts):
     q, k, v, beta, log_decay, state = (inputs[n] for n in NAMES)
     rates = beta if delta else None, log_decay if decay else None
     packed = torch.tensor(cuts, device=DEVICE) if cuts else None
-    forward = (q, k, v, *rates, state, packed, delta, False, "elu+1", "sum", True)
+    spec = Spec(rule="delta" if delta else "sum", features="elu+1", norm="sum").text
+    inputs = [q, k, v, *rates, state, packed]
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.kernel_op, forward, test_utils=tests)
-    o, S, *saved = kernels.kernel_op(*forward)
-    torch.library.opcheck(kernels.backward_op, (o, S, *forward[:7], *saved, *forward[7:-1]), test_utils=tests)
+    operators = methods.ADDED["kernel"]
+    torch.library.opcheck(operators.forward, (inputs, spec, 1), test_utils=tests)
+    o, S, *saved = operators.forward(inputs, spec, 1)
+    torch.library.opcheck(operators.backward, (o, S, inputs, saved, spec), test_utils=tests)
 
 
 def test_what_the_kernels_refuse():
     narrow = torch.zeros(1, 2, 1, 16)
-    with pytest.raises(FastWeightError, match=r'method="kernel" computes in float32 or less; q is torch\.float64'):
+    with pytest.raises(FastWeightError, match=r"method='kernel' computes in float32 or less; q is torch\.float64"):
         fast_weight(*[narrow.double()] * 3, method="kernel")
     if not kernels.INTERPRETED:
-        with pytest.raises(FastWeightError, match='method="kernel" needs a CUDA device; q is on cpu'):
+        with pytest.raises(FastWeightError, match="method='kernel' needs a CUDA device; q is on cpu"):
             fast_weight(narrow, narrow, narrow, method="kernel")
-    assert choose(narrow) == "chunked"  # "auto" on a CPU
+    assert choose(Inputs(narrow, narrow, narrow), Spec()) == "chunked"  # "auto" on a CPU

@@ -5,8 +5,9 @@ import torch
 from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 
 from fastweights import features
+from fastweights.core import Spec
 from fastweights.torch.kernels import features as fused
-from fastweights.torch.ops import _feature_map
+from fastweights.torch.methods import map_plainly
 
 
 @elsewhere
@@ -17,7 +18,7 @@ def test_everything_in_the_interpreter():
 def both(x, name, norm, dy):
     """(features, gradient) of the kernel, of the plain form, and of the plain form in float64."""
     phi = features.parse(name)
-    eager = lambda x: _feature_map(x, phi, norm, None)  # noqa: E731
+    eager = lambda x: map_plainly(x, Spec(features=phi, norm=norm))  # noqa: E731
     found = []
     for run, y in ((lambda x: fused.feature_map(x, phi, norm), x), (eager, x), (eager, x.double())):
         y = y.detach().requires_grad_()
@@ -47,7 +48,7 @@ def test_where_a_projection_left_them():
     q = whole[..., 16:32].unflatten(-1, (2, 8))
     got, plain, _ = both(q, "dpfp-2", "sum", torch.randn(2, 5, 2, 32, device=DEVICE))
     torch.testing.assert_close(got, plain, rtol=2e-3, atol=2e-3)
-    assert fused._rows(q).data_ptr() == q.data_ptr()
+    assert fused.rows(q).data_ptr() == q.data_ptr()
 
 
 @runs
@@ -55,7 +56,7 @@ def test_transforms():
     torch.manual_seed(0)
     x = torch.randn(3, 4, 2, 6, device=DEVICE, requires_grad=True)
     phi = features.parse("dpfp-2")
-    eager = lambda x: _feature_map(x, phi, "l2", None)  # noqa: E731
+    eager = lambda x: map_plainly(x, Spec(features=phi, norm="l2"))  # noqa: E731
     call = lambda x: fused.feature_map(x, phi, "l2")  # noqa: E731
     per_sample = lambda run: torch.func.vmap(torch.func.grad(lambda x: run(x).sin().sum()))(x.detach())  # noqa: E731
     torch.testing.assert_close(per_sample(call), per_sample(eager), rtol=1e-4, atol=1e-5)

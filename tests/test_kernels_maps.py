@@ -5,9 +5,9 @@ import torch
 from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 
 from fastweights import features
-from fastweights.features import parse
+from fastweights.core import Spec
 from fastweights.torch import FastWeightAttention, fast_weight, kernels
-from fastweights.torch.ops import _feature_map
+from fastweights.torch.methods import map_plainly
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 HALF = torch.float16 if kernels.INTERPRETED else torch.bfloat16  # it has no bfloat16 products
@@ -39,7 +39,7 @@ def results(x, up, run=fast_weight, **how):
 
 def composed(*, q, k, features, norm, **rest):
     """The kernels on features that PyTorch made."""
-    q, k = (_feature_map(x, parse(features), norm, None) for x in (q, k))
+    q, k = (map_plainly(x, Spec(features=features, norm=norm)) for x in (q, k))
     return fast_weight(q, k, **rest, method="kernel")
 
 
@@ -94,8 +94,8 @@ def test_packed_sequences():
 
 
 @runs
-def test_segments(monkeypatch):
-    monkeypatch.setattr(kernels.segments, "count", lambda q, cu_seqlens, delta: 2)
+def test_sections(monkeypatch):
+    monkeypatch.setattr(kernels.sequence_parallel, "sections", lambda *shape: 2)
     for rule in ("delta", "sum"):
         check(problem("dpfp-1", B=1, T=256), "dpfp-1", "sum", rule=rule)
 

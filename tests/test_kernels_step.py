@@ -7,6 +7,7 @@ from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 from oracle import assert_close, oracle, problem
 
 from fastweights import FastWeightError
+from fastweights.core import Inputs, Spec
 from fastweights.torch import fast_weight, kernels
 from fastweights.torch.ops import choose
 
@@ -75,14 +76,15 @@ def test_what_out_state_refuses(rng):
 @runs
 def test_operators_pass_torchs_own_check(rng):
     x = tensors(problem(rng, B=1, T=1, H=2, K=16, V=16))
-    given = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], x["state"], True, False, "identity", "l2")
+    inputs, spec = [x["q"], x["k"], x["v"], x["beta"], x["log_decay"]], Spec(norm="l2").text
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.step.step_op, given, test_utils=tests)
-    torch.library.opcheck(kernels.step.step_op_, given, test_utils=tests)
+    torch.library.opcheck(kernels.step.step_op, ([*inputs, x["state"]], spec), test_utils=tests)
+    torch.library.opcheck(kernels.step.step_op_, ([*inputs, None], x["state"], spec), test_utils=tests)
 
 
 def test_the_choice_for_one_token():
-    assert choose(torch.zeros(1, 1, 1, 4)) == "recurrent"
-    assert choose(torch.zeros(1, 1, 1, 4), learning=False) == "recurrent"  # no GPU
+    token = Inputs(*[torch.zeros(1, 1, 1, 4)] * 3)
+    assert choose(token, Spec()) == "recurrent"
+    assert choose(token, Spec(), learning=False) == "recurrent"  # no GPU
     if torch.cuda.is_available():
-        assert choose(torch.zeros(1, 1, 1, 4, device="cuda"), learning=False) == "kernel"
+        assert choose(Inputs(*(x.cuda() for x in token[:3])), Spec(), learning=False) == "kernel"

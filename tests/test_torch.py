@@ -6,12 +6,13 @@ import resource
 import numpy as np
 import pytest
 import torch
-from oracle import assert_close, oracle, problem
+from oracle import assert_close, oracle, problem, torch_loop
 from torch.utils.checkpoint import checkpoint
 
 from fastweights import FastWeightError
-from fastweights.torch import chunked, fast_weight, layout
-from fastweights.torch.layout import inverse
+from fastweights.core import Inputs, Spec
+from fastweights.torch import chunked, fast_weight, methods, packing
+from fastweights.torch.triangular import inverse
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 ALL = tuple(range(len(NAMES)))
@@ -122,21 +123,15 @@ def test_strided_and_expanded_inputs(rng):
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_half_precision_errs_at_most_twice_as_much_as_plain_torch(rng, rule, dtype):
     """Plain torch: the equation in a loop, everything in that dtype."""
-    from fastweights import core
-
     inputs = [x.to(dtype) for x in tensors(rng, T=130, K=32, V=16)]
     state = inputs[-1].float()
-    q, k, v, beta, log_decay, S = inputs
-    plain = []
-    for t in range(q.shape[1]):
-        S, o = core.step(S, q[:, t], k[:, t], v[:, t], beta[:, t], log_decay[:, t].exp(), delta=rule == "delta")
-        plain.append(o)
+    plain, _ = torch_loop(**dict(zip(NAMES, inputs, strict=True)), rule=rule)
     exact, _ = oracle(**{n: x.double().numpy() for n, x in zip(NAMES, inputs, strict=True)}, rule=rule)
     got, final = call(*inputs[:-1], state, rule=rule)
     assert got.dtype == dtype
     assert final.dtype == torch.float32
     error = np.abs(got.double().numpy() - exact).max()
-    allowed = 2 * np.abs(torch.stack(plain, 1).double().numpy() - exact).max()
+    allowed = 2 * np.abs(plain.double().numpy() - exact).max()
     assert error <= allowed, f"max error {error:.2e} exceeds {allowed:.2e}, twice plain torch's"
 
 
@@ -172,36 +167,35 @@ def test_compiles_without_a_graph_break(rng):
 @pytest.fixture
 def small_segments(monkeypatch):
     """Segments of two steps of 8 tokens for the sizes of `problem`, so that short sequences have several."""
-    monkeypatch.setattr(layout, "SEGMENT", 2 * layout.SEGMENT // layout.steps_in_cache(2, 3, 8, 8))
+    monkeypatch.setattr(packing, "SEGMENT", 2 * packing.SEGMENT // packing.steps_in_cache(2, 3, 8, 8))
 
 
 @pytest.mark.parametrize("rule", ["delta", "sum"])
-def test_saved_in_pieces_or_in_one(rng, rule, small_segments, monkeypatch):
-    """37 tokens in 5 steps, saved in 3 pieces, against the loop and against one tensor for all."""
+def test_saved_by_segments_or_in_one(rng, rule, small_segments, monkeypatch):
+    """37 tokens in 5 steps, saved in 3 parts, against the loop and against one tensor for all."""
     inputs = tensors(rng, grad=True, B=2, T=37, H=3, K=8, V=4)
-    assert chunked.piece_steps(inputs[0], inputs[2], None, 8) == 2
+    assert chunked.layout(Inputs(*inputs), Spec(chunk_size=8)) == 2
 
     def results(**how):
         o, S = call(*inputs, rule=rule, **how)
         return o, S, *torch.autograd.grad(o.sin().sum() + S.sin().sum(), inputs)
 
-    pieces = results()
-    torch.testing.assert_close(pieces, results(method="recurrent"), rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr(chunked, "piece_steps", lambda *_: None)
-    for got, want in zip(pieces, results(), strict=True):
+    parts = results()
+    torch.testing.assert_close(parts, results(method="recurrent"), rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr(chunked, "METHOD", chunked.METHOD._replace(layout=lambda *_: chunked.ALL))
+    for got, want in zip(parts, results(), strict=True):
         assert torch.equal(got, want)
 
 
 def test_operators_pass_torchs_own_check(rng, small_segments):
-    from fastweights.torch.autograd import backward_op, chunked_op
-
-    inputs = tensors(rng, B=2, T=37, H=3, K=8, V=4)
-    for rule, piece in itertools.product((True, False), (None, 2)):
-        forward = (*inputs, None, rule, False, 8, True, piece)
-        torch.library.opcheck(chunked_op, forward)
-        o, S, saved = chunked_op(*forward)
-        assert len(saved) == 4 * (1 if piece is None else 3)
-        torch.library.opcheck(backward_op, (o, S, *inputs, None, saved, rule, False, 8))
+    operators = methods.ADDED["chunked"]
+    inputs = [*tensors(rng, B=2, T=37, H=3, K=8, V=4), None]
+    for rule, layout in itertools.product(("delta", "sum"), (chunked.ALL, 2)):
+        spec = Spec(rule=rule, chunk_size=8).text
+        torch.library.opcheck(operators.forward, (inputs, spec, layout))
+        o, S, *saved = operators.forward(inputs, spec, layout)
+        assert len(saved) == (4 if rule == "delta" else 2) * (1 if layout == chunked.ALL else 3)
+        torch.library.opcheck(operators.backward, (o, S, inputs, saved, spec))
 
 
 def test_vmap_equals_a_loop(rng):

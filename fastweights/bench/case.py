@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from fastweights import features
-from fastweights.torch.ops import METHODS, _feature_map, choose, fast_weight
+from fastweights.core import Inputs, Spec
+from fastweights.torch.methods import map_plainly
+from fastweights.torch.ops import METHODS, choose, fast_weight
 
 Shape = tuple[int, int, int, int, int]
 INPUTS = ("q", "k", "v", "beta")
@@ -107,10 +108,10 @@ def our_method(method: str, case: Case) -> Contestant:
 
 def composed(contestant: Contestant, case: Case) -> Contestant:
     """A contestant that knows no features, after theirs in PyTorch's own operators, all in the clock."""
-    phi = features.parse(case.features)
+    spec = Spec(features=case.features, norm=case.norm)
 
     def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        q, k = (_feature_map(x, phi, case.norm, None) for x in (q, k))
+        q, k = (map_plainly(x, spec) for x in (q, k))
         o, state = contestant.from_native(*contestant.call(*contestant.to_native(q, k, v, beta)))
         assert o is not None
         return o, state
@@ -131,5 +132,6 @@ def our_methods() -> tuple[str, ...]:
 
 def auto(case: Case) -> str:
     """The method "auto" stands for in this case."""
-    B, T, H, K, _ = case.shape
-    return choose(torch.empty(B, T, H, K, device=case.device, dtype=getattr(torch, case.dtype)))
+    B, T, H, K, V = case.shape
+    q, v = (torch.empty(B, T, H, width, device=case.device, dtype=getattr(torch, case.dtype)) for width in (K, V))
+    return choose(Inputs(q, q, v), Spec(rule=case.rule))

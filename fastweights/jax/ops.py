@@ -13,7 +13,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fastweights import core
-from fastweights.core import FastWeightError
+from fastweights.checks import check, check_method, check_offsets, check_values, debugging
+from fastweights.core import ARRAYS, TOKENS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 
 METHODS = ("recurrent", "chunked")
@@ -77,21 +78,27 @@ def fast_weight(
         >>> again.item()
         5.0
     """
-    arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
-    arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    arrays = (q, k, v, beta, log_decay, state, cu_seqlens, mask)
+    inputs = Inputs(*(None if x is None else jnp.asarray(x) for x in arrays))
     phi = parse_fixed(features)
-    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size, width=phi.width)
-    if (features, norm) != ("identity", "none"):
-        arrays |= {name: feature_map(x, features, norm=norm) for name, x in (("q", q), ("k", k))}
-    T = jnp.shape(q)[1]
-    if cu_seqlens is not None and (offsets := _values(arrays["cu_seqlens"])) is not None:
-        core.check_offsets(offsets.tolist(), T)
-    if core.debugging():
-        _check_values(arrays)
+    spec = Spec.make(rule, read, phi.name, norm, chunk_size)
+    check_method(method, METHODS)
+    check(inputs, width=phi.width)
+    if spec.maps:
+        q, k = (feature_map(x, phi, norm=norm) for x in inputs[:2])
+        inputs, spec = inputs._replace(q=q, k=k), spec.without_maps()
+    T = inputs.q.shape[1]
+    if cu_seqlens is not None and (offsets := _values(inputs.cu_seqlens)) is not None:
+        check_offsets(offsets.tolist(), T)
+    if debugging():
+        _check_values(inputs)
+    refused = core.refuses_chunks(spec)
     if method == "auto":
-        method = "recurrent" if T == 1 else "chunked"
+        method = "recurrent" if T == 1 or refused else "chunked"
+    elif method == "chunked" and refused:
+        raise FastWeightError(f"method='chunked' {refused}")
     C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, max(T, 1))
-    return _fast_weight(**arrays, delta=rule == "delta", before=read == "before", recurrent=method == "recurrent", C=C)
+    return _fast_weight(inputs, spec._replace(chunk_size=C), method == "recurrent")
 
 
 def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: ArrayLike | None = None) -> Array:
@@ -118,33 +125,32 @@ def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: Arra
     return phi.astype(x.dtype)
 
 
-@partial(jax.jit, static_argnames=("delta", "before", "recurrent", "C"))
-def _fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, mask, *, delta, before, recurrent, C):
+@partial(jax.jit, static_argnums=(1, 2))
+def _fast_weight(inputs, spec, recurrent):
     """fast_weight after its checks; compiled once per shape, so that a call outside jit is fast too."""
+    q, _, v, beta, log_decay, state, cu_seqlens, mask = inputs
     B, T, H, K = q.shape
-    V, wide = v.shape[-1], _wide(q)
-    if beta is None:
-        beta = jnp.ones((B, T, H), wide)
-    if log_decay is None:
-        log_decay = jnp.zeros((B, T, H), wide)
+    V, wide, C = v.shape[-1], _wide(q), spec.chunk_size
     if state is None:
         state = jnp.zeros((B if cu_seqlens is None else len(cu_seqlens) - 1, H, K, V), wide)
     if T == 0:
         return v, state
-    tokens = [x.astype(wide) for x in (q, k, v, beta, log_decay)]
+    if beta is None:
+        inputs = inputs._replace(beta=jnp.ones((B, T, H), wide))
+    if log_decay is None:
+        inputs = inputs._replace(log_decay=jnp.zeros((B, T, H), wide))
+    tokens = inputs.map_tokens(lambda x: x.astype(wide))
     if mask is not None:
-        tokens = [_keep(mask, x) for x in tokens]
+        tokens = tokens.map_tokens(lambda x: _keep(mask, x))
     packing = None if cu_seqlens is None else _pack(cu_seqlens.astype(jnp.int32), T, C)
-    tokens = [_chunks(x, C, packing) for x in tokens]
+    tokens = tokens.map_tokens(lambda x: _chunks(x, C, packing))
     with jax.default_matmul_precision("highest"):
         if recurrent:
-            *token, log_decay = (x[:, :, :, 0] for x in tokens)
-            move = partial(core.step, delta=delta, before=before)
-            S, o = _scan(move, state, (*token, jnp.exp(log_decay)), packing)
+            move = lambda S, token: core.step(S, Inputs(*token), spec, jnp)  # noqa: E731
+            S, o = _scan(move, state, tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS], packing)
             o = o[:, :, :, None]
         else:
-            prepared = core.prepare(*tokens, delta=delta, before=before, xp=jnp, inverse=_inverse)
-            S, o = _scan(core.advance, state, prepared, packing)
+            S, o = _scan(core.advance, state, core.prepare(tokens, spec, jnp, _inverse), packing)
     o = jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, -1, H, V)  # (M, B, H, C, V) -> (B, M * C, H, V)
     o = o[:, :T] if packing is None else o[:, packing.place]
     return o.astype(q.dtype), S
@@ -223,14 +229,14 @@ def _keep(mask, x):
 
 
 def _scan(move, state, xs, packing):
-    """S, o = move(S, *x) along the first axis of xs; a packed sequence starts from its own state and leaves its own."""
+    """S, o = move(S, x) along the first axis of xs; a packed sequence starts from its own state and leaves its own."""
     if packing is None:
-        return lax.scan(lambda S, x: move(S, *x), state, xs)
+        return lax.scan(move, state, xs)
 
     def body(carry, x):
         S, states = carry
         n, first, x = x
-        S, o = move(jnp.where(first, state[n], S), *x)
+        S, o = move(jnp.where(first, state[n], S), x)
         return (S, states.at[n].set(S[0])), o
 
     init = jnp.zeros_like(state[:1]), state
@@ -238,9 +244,10 @@ def _scan(move, state, xs, packing):
     return states, o
 
 
-def _check_values(arrays):
-    """core.check_values on what is real: padding may hold anything."""
-    values = {name: _values(x) for name, x in arrays.items() if x is not None and name != "cu_seqlens"}
+def _check_values(inputs):
+    """check_values on what is real: padding may hold anything."""
+    arrays = zip((*inputs._fields[:ARRAYS], "mask"), (*inputs[:ARRAYS], inputs.mask), strict=True)
+    values = {name: _values(x) for name, x in arrays if x is not None}
     traced = [name for name, x in values.items() if x is None]
     if traced:
         raise FastWeightError(
@@ -251,7 +258,7 @@ def _check_values(arrays):
     if mask is not None:
         for name, x in values.items():
             values[name] = x if name == "state" else np.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0)
-    core.check_values(values)
+    check_values(values)
 
 
 def _values(x):

@@ -12,7 +12,8 @@ import numpy as np
 from keras import ops
 
 from fastweights import core
-from fastweights.core import FastWeightError
+from fastweights.checks import check, check_method, check_offsets, check_values, debugging
+from fastweights.core import ARRAYS, TOKENS, Chunk, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 
 METHODS = ("recurrent", "chunked")
@@ -81,24 +82,30 @@ def fast_weight(
         >>> ops.convert_to_numpy(again).item()
         5.0
     """
-    arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
-    arrays = {name: None if x is None else ops.convert_to_tensor(x) for name, x in arrays.items()}
+    arrays = (q, k, v, beta, log_decay, state, cu_seqlens, mask)
+    inputs = Inputs(*(None if x is None else ops.convert_to_tensor(x) for x in arrays))
     phi = parse_fixed(features)
-    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size, width=phi.width)
-    if (features, norm) != ("identity", "none"):
-        arrays |= {name: feature_map(arrays[name], features, norm=norm) for name in "qk"}
-    T = arrays["q"].shape[1]
+    spec = Spec.make(rule, read, phi.name, norm, chunk_size)
+    check_method(method, METHODS)
+    check(inputs, width=phi.width)
+    if spec.maps:
+        q, k = (feature_map(x, phi, norm=norm) for x in inputs[:2])
+        inputs, spec = inputs._replace(q=q, k=k), spec.without_maps()
+    T = inputs.q.shape[1]
     T = T if isinstance(T, int) else None  # unknown while a graph is built
-    offsets = None if cu_seqlens is None else _values(arrays["cu_seqlens"])
+    offsets = None if cu_seqlens is None else _values(inputs.cu_seqlens)
     if offsets is not None and T is not None:
-        core.check_offsets(offsets.tolist(), T)
-    if core.debugging():
-        _check_values(arrays)
+        check_offsets(offsets.tolist(), T)
+    if debugging():
+        _check_values(inputs)
+    refused = core.refuses_chunks(spec)
     if method == "auto":
-        method = "recurrent" if T == 1 else "chunked"
+        method = "recurrent" if T == 1 or refused else "chunked"
+    elif method == "chunked" and refused:
+        raise FastWeightError(f"method='chunked' {refused}")
     C = chunk_size or CHUNK_SIZE
     C = 1 if method == "recurrent" else min(C, T or C)
-    return _fast_weight(**arrays, delta=rule == "delta", before=read == "before", recurrent=method == "recurrent", C=C)
+    return _fast_weight(inputs, spec._replace(chunk_size=C), recurrent=method == "recurrent")
 
 
 def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor | None = None) -> Tensor:
@@ -123,44 +130,46 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
     return ops.cast(phi, x.dtype)
 
 
-def _fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, mask, *, delta, before, recurrent, C):
+def _fast_weight(inputs, spec, *, recurrent):
     """fast_weight after its checks."""
+    q, _, v, beta, log_decay, state, cu_seqlens, mask = inputs
     B, T, H, K = ops.shape(q)
-    V, wide = v.shape[-1], _wide(q)
-    if beta is None:
-        beta = ops.ones((B, T, H), wide)
-    if log_decay is None:
-        log_decay = ops.zeros((B, T, H), wide)
+    V, wide, C = v.shape[-1], _wide(q), spec.chunk_size
     if state is None:
         state = ops.zeros((B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1, H, K, V), wide)
     if isinstance(T, int) and T == 0:
         return v, state
-    tokens = [ops.cast(x, wide) for x in (q, k, v, beta, log_decay)]
+    if beta is None:
+        inputs = inputs._replace(beta=ops.ones((B, T, H), wide))
+    if log_decay is None:
+        inputs = inputs._replace(log_decay=ops.zeros((B, T, H), wide))
+    tokens = inputs.map_tokens(lambda x: ops.cast(x, wide))
     if mask is not None:
-        tokens = [_keep(mask, x) for x in tokens]
+        tokens = tokens.map_tokens(lambda x: _keep(mask, x))
     packing = None if cu_seqlens is None else _pack(ops.cast(cu_seqlens, "int32"), T, C)
-    tokens = [_chunks(x, C, packing) for x in tokens]
+    tokens = tokens.map_tokens(lambda x: _chunks(x, C, packing))
     if recurrent:
-        *token, log_decay = (x[:, :, :, 0] for x in tokens)
-        parts = [*token, ops.exp(log_decay)]
-        move = partial(_step, delta=delta, before=before)
+        parts = tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS]
+        move = partial(_step, spec)
     else:
-        parts = core.prepare(*tokens, delta=delta, before=before, xp=ops)
-        parts = [x for x in parts if x is not None]
-        move = core.advance if delta else _advance_sum
+        prepared = core.prepare(tokens, spec, ops)
+        parts = [x for x in prepared if x is not None]
+        move = partial(_advance, [x is not None for x in prepared])
     S, o = _scan(move, state, parts, C, packing)
     o = ops.reshape(ops.moveaxis(o, (0, 2), (1, 3)), (B, -1, H, V))  # (M, B, H, C, V) -> (B, M * C, H, V)
     o = o[:, :T] if packing is None else ops.take(o, packing.place, axis=1)
     return ops.cast(o, v.dtype), S
 
 
-def _step(S, q, k, v, beta, decay, *, delta, before):
-    S, o = core.step(S, q, k, v, beta, decay, delta=delta, before=before)
+def _step(spec, S, *token):
+    S, o = core.step(S, Inputs(*token), spec, ops)
     return S, o[..., None, :]
 
 
-def _advance_sum(S, q, A, U, kT, g):
-    return core.advance(S, q, A, U, None, kT, g)
+def _advance(present, S, *parts):
+    """core.advance of a Chunk of which only the parts that are present travelled through the scan."""
+    parts = iter(parts)
+    return core.advance(S, Chunk(*(next(parts) if there else None for there in present)))
 
 
 def _wide(x):
@@ -275,9 +284,10 @@ def _scan(move, state, parts, C, packing):
     return S, o
 
 
-def _check_values(arrays):
-    """core.check_values on what is real: padding may hold anything."""
-    values = {name: _values(x) for name, x in arrays.items() if x is not None and name != "cu_seqlens"}
+def _check_values(inputs):
+    """check_values on what is real: padding may hold anything."""
+    arrays = zip((*inputs._fields[:ARRAYS], "mask"), (*inputs[:ARRAYS], inputs.mask), strict=True)
+    values = {name: _values(x) for name, x in arrays if x is not None}
     traced = [name for name, x in values.items() if x is None]
     if traced:
         raise FastWeightError(
@@ -288,7 +298,7 @@ def _check_values(arrays):
     if mask is not None:
         for name, x in values.items():
             values[name] = x if name == "state" else np.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0)
-    core.check_values(values)
+    check_values(values)
 
 
 def _values(x):

@@ -14,8 +14,18 @@ make a strided result one matrix at a time, several times slower. Signs go into 
 
 import torch
 
-from fastweights.torch.buffers import empty_like
-from fastweights.torch.layout import Layout, bound, inverse, steps_in_cache
+from fastweights.core import TOKENS, Inputs, refuses_chunks
+from fastweights.torch import methods
+from fastweights.torch.methods import Method, accumulation_dtype, add, state_shape
+from fastweights.torch.packing import Chunks, bound, steps_in_cache
+from fastweights.torch.triangular import inverse
+
+ALL = 1 << 30  # a layout: all steps in one saved tensor
+
+
+def chunk_size(inputs, spec):
+    """Tokens per chunk: 32 on a CPU and 64 elsewhere unless asked for; measured with `fastweights bench`."""
+    return spec.chunk_size or (32 if inputs.q.is_cpu else 64)
 
 
 class Readers:
@@ -44,83 +54,90 @@ class Segment:
     a whole chunk. Without rates or decay these are the same tensors or None, and cost nothing.
     """
 
-    def __init__(self, layout, a, b, q, k, beta, log_decay, *, delta, before):
-        q, k = layout.take(q, a, b), layout.take(k, a, b)
-        self.beta = None if beta is None else layout.take(beta[..., None], a, b)
+    def __init__(self, chunks, a, b, inputs, spec):
+        beta, log_decay = inputs.beta, inputs.log_decay
+        q, k = chunks.take(inputs.q, a, b), chunks.take(inputs.k, a, b)
+        self.beta = None if beta is None else chunks.take(beta[..., None], a, b)
         self.w = self.w_end = k if beta is None else k * self.beta
         self.g_end = log_g = log_read = None
         if log_decay is not None:
-            log_a = layout.take(log_decay[..., None], a, b)
+            log_a = chunks.take(log_decay[..., None], a, b)
             log_g = log_a.cumsum(-2)
-            log_read = log_g - log_a if before else log_g
+            log_read = log_g - log_a if spec.before else log_g
             self.to_end = (log_g[:, -1:] - log_g).exp_()
             self.g_end = log_g[:, -1:].exp()
             self.w_end = self.w * self.to_end
-        self.queries = Readers(q, -1 if before else 0, log_read, log_g)
-        self.keys = Readers(k, -1, log_g, log_g if delta else None)  # keys of the sum rule do not read
+        self.queries = Readers(q, -1 if spec.before else 0, log_read, log_g)
+        self.keys = Readers(k, -1, log_g, log_g if spec.delta else None)  # keys of the sum rule do not read
 
     def products(self, readers, out=None):
         """What readers read of each error written in their own chunk."""
         return readers.past(torch.bmm(readers.raw, self.w.mT, out=out))
 
 
-def piece_steps(q, v, cu_seqlens, chunk_size):
-    """Steps per saved tensor, or None for all in one.
+def layout(inputs, spec):
+    """Steps per saved tensor of A, X, e and S.
 
-    On a CPU a segment: malloc reuses what is small, but gives large tensors back to the system after every call.
-    Compiled code and packed sequences, whose segments depend on values, need a number of tensors that does not vary.
+    On a CPU those of a segment: malloc reuses what is small, but gives large tensors back to the system after every
+    call. Compiled code and packed sequences, whose segments depend on values, need a number of tensors that does not
+    vary: all steps in one.
     """
-    if torch.compiler.is_compiling() or cu_seqlens is not None or not q.is_cpu:
-        return None
+    q, v, C = inputs.q, inputs.v, chunk_size(inputs, spec)
+    if torch.compiler.is_compiling() or inputs.cu_seqlens is not None or not q.is_cpu:
+        return ALL
     B, _, H, K = q.shape
-    return steps_in_cache(B, H, chunk_size, max(K, v.shape[-1], chunk_size))
+    return steps_in_cache(B, H, C, max(K, v.shape[-1], C))
 
 
-def saved_shapes(q, v, cu_seqlens, chunk_size, delta, piece):
-    """Shapes of A, X, e and S, heads unrolled, for the rows of each piece in turn."""
+def saves(inputs, spec, layout):
+    """Shapes and dtypes of A, (for the delta rule) X and e, and S, heads unrolled, of every `layout` steps."""
+    q, C, V = inputs.q, chunk_size(inputs, spec), inputs.v.shape[-1]
     B, T, H, K = q.shape
-    total, C, V = H * bound(B, T, chunk_size, cu_seqlens), chunk_size, v.shape[-1]
-    each = None if piece is None else max(1, B * H * piece)
-    counts = [total] if each is None else [min(each, total - at) for at in range(0, total, each)]
-    return [
-        shape
-        for n in counts
-        for shape in ((n, C, C), (n, C, C) if delta else (0,), (n, C, V) if delta else (0,), (n, K, V))
-    ]
+    total = H * bound(B, T, C, inputs.cu_seqlens)
+    each = total if layout == ALL else max(1, B * H * layout)
+    counts = [total] if layout == ALL else [min(each, total - at) for at in range(0, total, each)]
+    kinds = ((C, C), (C, C), (C, V), (K, V)) if spec.delta else ((C, C), (K, V))
+    dtype = accumulation_dtype(q.dtype)
+    return [((n, *kind), dtype) for n in counts for kind in kinds]
 
 
-def saved_rows(saved, rows):
-    """A, X, e (these None for the sum rule) and S of rows that lie in one piece."""
+def saved_rows(saved, rows, delta):
+    """A, X, e (these None for the sum rule) and S of rows that were saved together."""
     each = len(saved[0])
     i, start = divmod(rows.start, each)
     rows = slice(start, rows.stop - i * each)
-    return [x[rows] if x.dim() > 1 else None for x in saved[4 * i : 4 * i + 4]]
+    if delta:
+        return [x[rows] for x in saved[4 * i : 4 * i + 4]]
+    A, S = (x[rows] for x in saved[2 * i : 2 * i + 2])
+    return [A, None, None, S]
 
 
-def forward(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, save, piece):
-    """(o, final state, saved), the last by pieces: A, what queries read of each error of their chunk; X, the inverses;
-    e, the errors written; S, the memory before each chunk. For the sum rule e is v, and neither it nor X is saved.
+def forward(inputs, spec, layout):
+    """(o, final state, saved): A, what queries read of each error of their chunk; X, the inverses; e, the errors
+    written; S, the memory before each chunk. For the sum rule e is v, and neither it nor X is saved.
     """
-    C, H, K, V = chunk_size, q.shape[2], q.shape[3], v.shape[3]
-    layout = Layout(*q.shape[:3], C, cu_seqlens)
-    o = empty_like(v)
-    memory = layout.sort(state).flatten(0, 1)
-    shapes = saved_shapes(q, v, cu_seqlens, C, delta, piece) if save else []
-    saved = [memory.new_empty(shape) for shape in shapes]
-    for a, b in layout.segments(q, max(K, V, C)):
-        segment = Segment(layout, a, b, q, k, beta, log_decay, delta=delta, before=before)
-        A, X, e, S = saved_rows(saved, layout.span(a, b)) if save else [None] * 4
-        A, y = segment.products(segment.queries, out=A), layout.take(v, a, b)
-        if delta:
+    q, v, state = inputs.q, inputs.v, inputs.state
+    C, H, K, V = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3]
+    chunks = Chunks(*q.shape[:3], C, inputs.cu_seqlens)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if state is None:
+        state = q.new_zeros(state_shape(inputs, spec), dtype=accumulation_dtype(q.dtype))
+    memory = chunks.sort(state).flatten(0, 1)
+    saved = [memory.new_empty(shape) for shape, _ in saves(inputs, spec, layout)] if layout else []
+    for a, b in chunks.segments(q, max(K, V, C)):
+        segment = Segment(chunks, a, b, inputs, spec)
+        A, X, e, S = saved_rows(saved, chunks.span(a, b), spec.delta) if layout else [None] * 4
+        A, y = segment.products(segment.queries, out=A), chunks.take(v, a, b)
+        if spec.delta:
             X = inverse(segment.products(segment.keys), out=X)
             e = torch.empty_like(y) if e is None else e
         else:
             e = y
-        read = None if save else torch.empty_like(y)
-        walk(layout.counts(a, b), memory, S, read, y, X, e, segment)
-        read = torch.bmm(segment.queries.scaled, S) if save else read
-        layout.put(o, read.baddbmm_(A, e), a, b)
-    return o, layout.unsort(memory.unflatten(0, (-1, H))), saved
+        read = None if layout else torch.empty_like(y)
+        walk(chunks.counts(a, b), memory, S, read, y, X, e, segment)
+        read = torch.bmm(segment.queries.scaled, S) if layout else read
+        chunks.put(o, read.baddbmm_(A, e), a, b)
+    return o, chunks.unsort(memory.unflatten(0, (-1, H))), saved
 
 
 def walk(counts, memory, S, read, y, X, e, segment):
@@ -145,41 +162,47 @@ def walk(counts, memory, S, read, y, X, e, segment):
         now.baddbmm_(wT[i], e[i])
 
 
-def backward(do, dfinal, q, k, v, beta, log_decay, cu_seqlens, saved, *, delta, before, chunk_size):
-    """Gradients of q, k, v, beta, log_decay (None where absent) and state, from what `forward` saved."""
-    C, H, K, V = chunk_size, q.shape[2], q.shape[3], v.shape[3]
-    layout = Layout(*q.shape[:3], C, cu_seqlens)
-    dq, dk, dv, dbeta, dlog_decay = (None if x is None else empty_like(x) for x in (q, k, v, beta, log_decay))
-    dS = layout.sort(dfinal).flatten(0, 1)  # gradient of the memory, walking back
-    for a, b in reversed(layout.segments(q, max(K, V, C))):
-        segment = Segment(layout, a, b, q, k, beta, log_decay, delta=delta, before=before)
-        A, X, e, S = saved_rows(saved, layout.span(a, b))
-        e = layout.take(v, a, b) if e is None else e
-        dout = layout.take(do, a, b)
+def backward(do, dstate, inputs, saved, spec):
+    """Gradients as an Inputs, from what `forward` saved."""
+    q, v, state = inputs.q, inputs.v, inputs.state
+    C, H, K, V, delta = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3], spec.delta
+    chunks = Chunks(*q.shape[:3], C, inputs.cu_seqlens)
+    dq, dk, dv, dbeta, dlog_decay = (
+        None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:TOKENS]
+    )
+    if dstate is None:
+        dstate = q.new_zeros(state_shape(inputs, spec), dtype=accumulation_dtype(q.dtype))
+    dS = chunks.sort(dstate).flatten(0, 1)  # gradient of the memory, walking back
+    for a, b in reversed(chunks.segments(q, max(K, V, C))):
+        segment = Segment(chunks, a, b, inputs, spec)
+        A, X, e, S = saved_rows(saved, chunks.span(a, b), delta)
+        e = chunks.take(v, a, b) if e is None else e
+        dout = chunks.take(do, a, b)
         de = torch.bmm(A.mT, dout)
         dy = torch.empty_like(de) if delta else de
-        gw, kept = torch.empty_like(segment.w), []  # of each writing key
-        walk_back(layout.counts(a, b), dS, dout, de, X, dy, e, S, gw, kept, segment)
-        layout.put(dv, dy, a, b)
+        dw, kept = torch.empty_like(segment.w), []  # of each writing key
+        walk_back(chunks.counts(a, b), dS, dout, de, X, dy, e, S, dw, kept, segment)
+        chunks.put(dv, dy, a, b)
         ends = None
         if segment.g_end is not None:
-            gw.mul_(segment.to_end)
-            ends = torch.cat(kept[::-1]) * segment.g_end + (segment.w * gw).sum((-1, -2), keepdim=True)
-        gq = reader_gradient(segment.queries, dout, e, S, segment.w, gw, sign=1)
-        layout.put(dq, gq, a, b)
-        gk = reader_gradient(segment.keys, dy, e, S, segment.w, gw, sign=-1) if delta else None
+            dw.mul_(segment.to_end)
+            ends = torch.cat(kept[::-1]) * segment.g_end + (segment.w * dw).sum((-1, -2), keepdim=True)
+        dqueries = reader_gradient(segment.queries, dout, e, S, segment.w, dw, sign=1)
+        chunks.put(dq, dqueries, a, b)
+        dkeys = reader_gradient(segment.keys, dy, e, S, segment.w, dw, sign=-1) if delta else None
         if dlog_decay is not None:
-            layout.put(dlog_decay[..., None], decay_gradient(segment, gq, gk, gw, ends), a, b)
+            chunks.put(dlog_decay[..., None], decay_gradient(segment, dqueries, dkeys, dw, ends), a, b)
         if dbeta is not None:
-            layout.put(dbeta[..., None], (segment.keys.raw * gw).sum(-1, keepdim=True), a, b)
-            gw.mul_(segment.beta)
-        layout.put(dk, gw.sub_(gk) if delta else gw, a, b)
-    return dq, dk, dv, dbeta, dlog_decay, layout.unsort(dS.unflatten(0, (-1, H)))
+            chunks.put(dbeta[..., None], (segment.keys.raw * dw).sum(-1, keepdim=True), a, b)
+            dw.mul_(segment.beta)
+        chunks.put(dk, dw.sub_(dkeys) if delta else dw, a, b)
+    dstate = None if state is None else chunks.unsort(dS.unflatten(0, (-1, H)))
+    return Inputs(dq, dk, dv, dbeta, dlog_decay, dstate)
 
 
-def walk_back(counts, dS, dout, de, X, dy, e, S, gw, kept, segment):
-    """Carry the memory's gradient dS back: complete de, fill dy = X^T de, gw = e dS^T and kept = <dS, S>."""
-    dout, de, dy, e, gw, w = (x.split(counts) for x in (dout, de, dy, e, gw, segment.w_end))
+def walk_back(counts, dS, dout, de, X, dy, e, S, dw, kept, segment):
+    """Carry the memory's gradient dS back: complete de, fill dy = X^T de, dw = e dS^T and kept = <dS, S>."""
+    dout, de, dy, e, dw, w = (x.split(counts) for x in (dout, de, dy, e, dw, segment.w_end))
     queriesT, keysT = segment.queries.scaled.mT.split(counts), segment.keys.scaled.mT.split(counts)
     XT = None if X is None else X.mT.split(counts)
     S, g = (None, None) if segment.g_end is None else (S.split(counts), segment.g_end.split(counts))
@@ -189,7 +212,7 @@ def walk_back(counts, dS, dout, de, X, dy, e, S, gw, kept, segment):
             now = dS[: counts[i]]
             nowT = now.mT
         de[i].baddbmm_(w[i], now)
-        torch.bmm(e[i], nowT, out=gw[i])
+        torch.bmm(e[i], nowT, out=dw[i])
         if g is not None:
             kept.append((now * S[i]).sum((-1, -2), keepdim=True))
             now.mul_(g[i])
@@ -198,20 +221,57 @@ def walk_back(counts, dS, dout, de, X, dy, e, S, gw, kept, segment):
             now.baddbmm_(keysT[i], torch.bmm(XT[i], de[i], out=dy[i]), alpha=-1)
 
 
-def reader_gradient(readers, dread, e, S, w, gw, *, sign):
-    """Of readers, from that of what they read, dread; what writing keys owe them is added to gw, times sign."""
+def reader_gradient(readers, dread, e, S, w, dw, *, sign):
+    """The gradient of readers, from the gradient dread of what they read.
+
+    What they read was written at the keys w, whose gradient dw grows by the readers' part of it, times sign.
+    """
     P = readers.past(torch.bmm(dread, e.mT))
-    gw.baddbmm_(P.mT, readers.raw, alpha=sign)
+    dw.baddbmm_(P.mT, readers.raw, alpha=sign)
     g = torch.bmm(dread, S.mT)
     return (g if readers.G is None else g.mul_(readers.g)).baddbmm_(P, w)
 
 
-def decay_gradient(segment, gq, gk, gw, ends):
-    """Of log a, from the gradients of readers and writers: g_i scales what token i reads, 1 / g_i what it writes."""
-    read = (segment.queries.raw * gq).sum(-1, keepdim=True)
-    total = read - (segment.w * gw).sum(-1, keepdim=True)
-    if gk is not None:
-        total -= (segment.keys.raw * gk).sum(-1, keepdim=True)
+def decay_gradient(segment, dqueries, dkeys, dw, ends):
+    """The gradient of log a, from those of readers and writers: g_i scales what token i reads, 1 / g_i what it writes.
+
+    ends: the part that goes through the decay g_end of the whole chunk.
+    """
+    read = (segment.queries.raw * dqueries).sum(-1, keepdim=True)
+    total = read - (segment.w * dw).sum(-1, keepdim=True)
+    if dkeys is not None:
+        total -= (segment.keys.raw * dkeys).sum(-1, keepdim=True)
     total[:, -1:] += ends
     total = total.flip(1).cumsum(1).flip(1)  # log g_i holds log a_1 .. log a_i
     return total - read if segment.queries.last else total
+
+
+def refuses(inputs, spec):
+    """Why the chunked form cannot run, or None."""
+    return refuses_chunks(spec)
+
+
+def outside_autocast(run):
+    """run with autocast off: the products of a memory accumulate in float32."""
+
+    def call(*args):
+        device = args[0].q.device.type if isinstance(args[0], Inputs) else args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return run(*args)
+        with torch.autocast(device, enabled=False):
+            return run(*args)
+
+    return call
+
+
+def maps(inputs, spec):
+    """q and k come mapped."""
+    return False
+
+
+METHOD = add(Method("chunked", refuses, layout, saves, outside_autocast(forward), outside_autocast(backward)))
+
+
+def run(inputs, spec, overwrite=False):
+    """(o, state) with the gradient attached."""
+    return methods.run(METHOD, inputs, spec)

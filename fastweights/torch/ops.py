@@ -1,24 +1,39 @@
-"""`fast_weight` for PyTorch: argument checks, the choice of method, and the loop that is the equation itself."""
+"""`fast_weight` for PyTorch: the arguments become an Inputs and a Spec, and a method computes them."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastweights import core
-from fastweights.core import FastWeightError
+from fastweights.checks import check, check_method, check_values, debugging
+from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 from fastweights.torch import hand_gradients
+from fastweights.torch.methods import accumulation_dtype, is_watched, map_plainly, needs_gradient, state_shape
 
 HAS_TRITON = find_spec("triton") is not None
-CHUNK_SIZE = {"cpu": 32}  # tokens; 64 elsewhere. Measured with `fastweights bench`
 
 Rule = Literal["delta", "sum"]
 Read = Literal["after", "before"]
 Method = Literal["auto", "recurrent", "chunked", "kernel"]
+
+METHODS = ("recurrent", "chunked", "kernel")
+
+
+def module_of(method: str) -> Any:
+    """The module of a method, with refuses(inputs, spec), maps(inputs, spec) and run(inputs, spec, overwrite).
+
+    It is imported when first used: registering operators and importing Triton cost time.
+    """
+    if method == "recurrent":
+        from fastweights.torch import token_loop as module
+    elif method == "chunked":
+        from fastweights.torch import chunked as module
+    else:
+        from fastweights.torch import kernels as module
+    return module
 
 
 def fast_weight(
@@ -76,142 +91,111 @@ def fast_weight(
     """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    arrays = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state, cu_seqlens=cu_seqlens, mask=mask)
-    phi = parse_fixed(features)
-    core.check(arrays, rule=rule, read=read, method=method, methods=METHODS, chunk_size=chunk_size, width=phi.width)
-    _check_devices(arrays)
-    K = phi.width(q.shape[-1])
-    _check_out_state(out_state, K, arrays)
-    chosen = method
-    if method == "auto":
-        inputs = (q, k, v, beta, log_decay, state)
-        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        chosen = choose(q, learning=learning)
-    inside = chosen == "kernel" and mask is None and _maps_inside(phi, norm, q)
-    if not inside and (features, norm) != ("identity", "none"):
-        q, k = (feature_map(x, features, norm=norm) for x in (q, k))
+    inputs = Inputs(q, k, v, beta, log_decay, state, cu_seqlens, mask)
+    call = _look_up(inputs, rule, read, features, norm, method, chunk_size)
+    if out_state is not None:
+        _check_out_state(out_state, inputs, call.width)
+    if call.maps_first:
+        inputs = inputs._replace(q=feature_map(q, features, norm=norm), k=feature_map(k, features, norm=norm))
     if mask is not None:
-        q, k, v, beta, log_decay = _masked(mask, q, k, v, beta, log_decay)
-    if not torch.compiler.is_compiling() and core.debugging():
-        scanned = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state)
-        core.check_values({n: x.detach().double().cpu().numpy() for n, x in scanned.items() if x is not None})
-    if state is None:
-        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        state = q.new_zeros(sequences, q.shape[2], K, v.shape[-1], dtype=wide)
-    chunk_size = chunk_size or CHUNK_SIZE.get(q.device.type, 64)
-    how: dict[str, Any] = dict(delta=rule == "delta", before=read == "before", chunk_size=chunk_size)
-    if chosen == "kernel":
-        how["overwrite"] = out_state is not None and out_state is state
-        how["phi"] = (features, norm) if inside else ("identity", "none")
-    o, after = METHODS[chosen](q, k, v, beta, log_decay, state, cu_seqlens, **how)
+        inputs = _masked(inputs)
+    if not torch.compiler.is_compiling() and debugging():
+        scanned = zip(inputs._fields, inputs[:ARRAYS], strict=False)
+        check_values({n: x.detach().double().cpu().numpy() for n, x in scanned if x is not None})
+    o, after = call.run(inputs, call.spec, out_state is not None and out_state is state)
     if out_state is not None and after is not out_state:
         after = out_state.copy_(after)
     return (o if mask is None else torch.where(mask[..., None, None], o, 0.0)), after
 
 
-def choose(q: Tensor, *, learning: bool = True) -> Method:
-    """The method "auto" stands for: kernel where it can run, else recurrent for one token, else chunked.
+class _Call(NamedTuple):
+    """What the arguments of one call come to. Shapes and dtypes decide it, so calls of the same ones share it."""
 
-    learning: whether gradients will be asked for; one token is then recurrent everywhere.
-    """
-    one = q.shape[1] == 1
-    if q.is_cuda and HAS_TRITON and not (one and learning):
-        from fastweights.torch import kernels
-
-        if not kernels.refusal(q):
-            return "kernel"
-    return "recurrent" if one else "chunked"
+    spec: Spec
+    run: Callable[[Inputs, Spec, bool], tuple[Tensor, Tensor]]
+    maps_first: bool  # q and k are mapped before the method sees them
+    width: int  # of the features
 
 
-def _recurrent(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
-    """The equation, token by token, through autograd."""
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-        core.check_offsets(offsets, q.shape[1])
-        return _each(_recurrent, offsets, q, k, v, beta, log_decay, state, delta=delta, before=before)
-    with torch.autocast(q.device.type, enabled=False):
-        q, k, values = (x.to(state.dtype) for x in (q, k, v))
-        beta = torch.ones_like(q[..., 0]) if beta is None else beta.to(state.dtype)
-        decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.to(state.dtype).exp()
-        outputs = []
-        for token in zip(*(x.unbind(1) for x in (q, k, values, beta, decay)), strict=True):
-            state, o = core.step(state, *token, delta=delta, before=before)
-            outputs.append(o)
-        o = torch.stack(outputs, 1) if outputs else values
-    return o.to(v.dtype), state.clone() if not outputs else state
+_calls: dict[tuple, _Call] = {}
 
 
-def _each(run, offsets, q, k, v, beta, log_decay, state, **how):
-    """`run` on every packed sequence by itself."""
-    parts = [
-        run(*(None if x is None else x[:, a:b] for x in (q, k, v, beta, log_decay)), state[n : n + 1], None,
-            chunk_size=None, **how)
-        for n, (a, b) in enumerate(pairwise(offsets))
-    ]  # fmt: skip
-    return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
+def _look_up(inputs, *switches):
+    """The _Call of these arguments, from the last call of the same shapes where there was one."""
+    if is_watched():
+        return _decide(inputs, *switches)
+    key = (switches, needs_gradient(inputs), *[None if x is None else (x.shape, x.dtype, x.device) for x in inputs])
+    try:
+        call = _calls.get(key)
+    except TypeError:  # a switch that cannot be hashed cannot be right either
+        return _decide(inputs, *switches)
+    if call is None:
+        call = _decide(inputs, *switches)
+        if len(_calls) > 4096:  # lengths that never repeat must not fill the memory
+            _calls.clear()
+        _calls[key] = call
+    return call
 
 
-def _chunked(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size):
-    from fastweights.torch.autograd import Chunked, quickly  # registering the operators costs time at import
-
-    if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
-        k, v = k.view_as(k), v.view_as(v)
-    inputs = (q, k, v, beta, log_decay, state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, state, *_ = quickly(Chunked, save)(*inputs, cu_seqlens, delta, before, chunk_size, save)
-    return o, state
-
-
-def _kernel(q, k, v, beta, log_decay, state, cu_seqlens, *, delta, before, chunk_size, overwrite, phi):
-    if not HAS_TRITON:
+def _decide(inputs, rule, read, features, norm, method, chunk_size):
+    """Check the arguments of a call and choose its method."""
+    spec = Spec.make(rule, read, features, norm, chunk_size)
+    phi = parse_fixed(features)
+    check_method(method, METHODS)
+    check(inputs, width=phi.width)
+    _check_devices(inputs)
+    name = choose(inputs, spec, learning=needs_gradient(inputs)) if method == "auto" else method
+    if name == "kernel" and not HAS_TRITON:
         raise FastWeightError('method="kernel" needs Triton, which is not installed; pip install triton')
-    from fastweights.torch import kernels  # importing Triton costs time
-
-    how = dict(delta=delta, before=before, overwrite=overwrite, phi=phi)
-    return kernels.fast_weight(q, k, v, beta, log_decay, state, cu_seqlens, **how)
-
-
-def _maps_inside(phi, norm, q):
-    """Whether the kernels map and normalise q and k themselves."""
-    if not HAS_TRITON:
-        return False
-    from fastweights.torch.kernels import features as fused
-
-    return fused.takes(phi, norm, q)
+    module = module_of(name)
+    if reason := module.refuses(inputs, spec):
+        raise FastWeightError(f"method={name!r} {reason}")
+    maps_first = spec.maps and (inputs.mask is not None or not module.maps(inputs, spec))
+    if name == "kernel":
+        spec = spec._replace(chunk_size=None)  # kernels have chunks of their own
+    if maps_first:
+        spec = spec.without_maps()
+    return _Call(spec, module.run, maps_first, phi.width(inputs.q.shape[-1]))
 
 
-METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "recurrent": _recurrent,
-    "chunked": _chunked,
-    "kernel": _kernel,
-}
+def choose(inputs: Inputs, spec: Spec, *, learning: bool = True) -> Method:
+    """The method "auto" stands for: the first of kernel, chunked and recurrent that does not refuse.
+
+    learning: whether gradients will be asked for. One token is recurrent, unless a kernel can do it in one launch.
+    """
+    one = inputs.q.shape[1] == 1
+    kernel = inputs.q.is_cuda and HAS_TRITON and not (one and learning)
+    if kernel and not module_of("kernel").refuses(inputs, spec):
+        return "kernel"
+    if one or module_of("chunked").refuses(inputs, spec):
+        return "recurrent"
+    return "chunked"
 
 
-def _masked(mask, q, k, v, beta, log_decay):
+def _masked(inputs):
     """Padding turned into tokens that do nothing, whatever they held."""
-    q, k, v = (torch.where(mask[..., None, None], x, 0.0) for x in (q, k, v))
-    beta, log_decay = (None if x is None else torch.where(mask[..., None], x, 0.0) for x in (beta, log_decay))
-    return q, k, v, beta, log_decay
+    mask = inputs.mask
+    clean = lambda x: torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, 0.0)  # noqa: E731
+    return inputs.map_tokens(clean)._replace(mask=None)
 
 
-def _check_out_state(out_state, K, arrays):
-    if out_state is None:
-        return
-    q, v, cu_seqlens = arrays["q"], arrays["v"], arrays["cu_seqlens"]
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    expected = (sequences, q.shape[2], K, v.shape[-1])
+def _check_out_state(out_state, inputs, width):
+    expected = (*state_shape(inputs, Spec())[:2], width, inputs.v.shape[-1])
     if tuple(out_state.shape) != expected or out_state.dtype not in (torch.float32, torch.float64):
-        raise FastWeightError(f"out_state is {out_state.dtype} {tuple(out_state.shape)}; expected float32 {expected}: "
-                              "the state after the last token goes there")  # fmt: skip
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays.values()):
-        raise FastWeightError("out_state is given where gradients are wanted; expected it under torch.no_grad() alone: "
-                              "a backward pass would need the state that is overwritten")  # fmt: skip
+        raise FastWeightError(
+            f"out_state is {out_state.dtype} {tuple(out_state.shape)}; expected float32 {expected}: "
+            "the state after the last token goes there"
+        )
+    if needs_gradient(inputs):
+        raise FastWeightError(
+            "out_state is given where gradients are wanted; expected it under torch.no_grad() alone: "
+            "a backward pass would need the state that is overwritten"
+        )
 
 
-def _check_devices(arrays):
-    device = arrays["q"].device
-    for name, x in arrays.items():
+def _check_devices(inputs):
+    device = inputs.q.device
+    for name, x in zip(inputs._fields, inputs, strict=True):
         if x is not None and x.device != device and name != "cu_seqlens":
             raise FastWeightError(f"{name} is on {x.device}; expected {device}: the device of q")
 
@@ -229,19 +213,26 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
         (..., width) in the dtype of x, computed in float32 or wider; on a GPU with Triton, all but FAVOR+ and "max"
         in one pass over memory.
     """
-    phi = parse(name)
-    transformed = torch._C._are_functorch_transforms_active()  # vmap has no rule for the kernel
-    if x.is_cuda and HAS_TRITON and projection is None and not transformed:
-        from fastweights.torch.kernels import features as fused
+    if not _has_kernel(x, name, norm, projection):
+        return _map(x, name, norm, projection)
+    from fastweights.torch.kernels import features as fused
 
-        if fused.takes(phi, norm, x):
-            return fused.feature_map(x, phi, norm)
-    return _feature_map(x, phi, norm, projection)
+    return fused.feature_map(x, parse(name), norm)
 
 
-def _feature_map(x, phi, norm, projection):
+def _has_kernel(x, name, norm, projection):
+    """Whether a kernel maps x in one pass over memory."""
+    if not x.is_cuda or not HAS_TRITON or projection is not None or torch._C._are_functorch_transforms_active():
+        return False  # vmap has no rule for the kernel
+    from fastweights.torch.kernels import features as fused
+
+    return fused.takes(parse(name), norm, x)
+
+
+def _map(x, name, norm, projection):
     """`feature_map` in PyTorch's own operators."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if projection is not None:
-        projection = torch.as_tensor(projection, dtype=wide, device=x.device)
-    return phi.apply(x.to(wide), torch, hand_gradients, norm=norm, projection=projection).to(x.dtype)
+    if projection is None:
+        return map_plainly(x, Spec(features=name, norm=norm))
+    wide = accumulation_dtype(x.dtype)
+    projection = torch.as_tensor(projection, dtype=wide, device=x.device)
+    return parse(name).apply(x.to(wide), torch, hand_gradients, norm=norm, projection=projection).to(x.dtype)

@@ -4,14 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels import blocks, wide
-from fastweights.torch.kernels.chunks import (
+from fastweights.torch.kernels import blocks, wide_keys
+from fastweights.torch.kernels.tiles import (
     C,
     decay,
     describe,
     find_row,
     find_sequence,
-    launch,
     load_block,
     load_tile,
     product,
@@ -36,7 +35,7 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
     e = column + tl.arange(0, BV)  # row of D: value feature
     at_D = d[None, :] * V + e[:, None]
     in_D = (d < K)[None, :] & (e < V)[:, None]
-    first, length, row0, piece0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
+    first, length, row0, span0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
     D = tl.zeros([BV, BK], tl.float32)
     if D1 is not None:
         D = tl.load(D1 + (n * H + head) * K * V + at_D, mask=in_D, other=0.0)
@@ -55,9 +54,9 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         do_i = tl.trans(load_tile(do, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
         D_low = D.to(dtype)
         if SAVE:
-            piece = (piece0 + step // SAVE) * H + head
+            span = (span0 + step // SAVE) * H + head
             ends = (back == 0) | (step % SAVE == SAVE - 1)
-            store_block(D_saved, D_low, piece, column, 0, V, K, BV, BK, ends)
+            store_block(D_saved, D_low, span, column, 0, V, K, BV, BK, ends)
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
         A = product(q_i, tl.trans(k_i), None, PRECISION)  # [C, C]
         du = product(D_low, tl.trans(k_i), None, PRECISION)  # [BV, C]
@@ -248,43 +247,50 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
         tl.store(dbeta + rate, gb.to(dbeta.dtype.element_ty), mask=i < left)
 
 
-def reverse(q, k, beta, log_g, X, do, dfinal, layout, *, delta, before, precision, out=True, save=False):
-    """(dy, gradient of the state before the first token, D after each piece, transposed): empty if not asked for.
+def reverse(plan, q, k, beta, log_g, X, do, dstate, layout, spec, precision, *, out=True, save=False):
+    """(dy, gradient of the state before the first token, D after each span, transposed) as slots, None if unasked.
 
-    Where a piece has several rows, dy comes with its rate, and so is dv; `local` needs it without.
-    dfinal: gradient of the state after the last token, none when absent.
+    Where a span has several rows, dy comes with its rate, and so is dv; `local` needs it without.
+    dstate: gradient of the state after the last token, zero when absent.
     """
     H, K, V = q.shape[2], q.shape[3], do.shape[3]
-    dy = torch.empty(do.shape if out else 0, dtype=do.dtype, device=do.device)
+    dy = plan.empty(do.shape, do.dtype) if out else None
     save = layout.every if save else 0
-    D = torch.empty((layout.pieces.room, H, V, K) if save else 0, dtype=do.dtype, device=do.device)
-    dstate = torch.empty(layout.sequences, H, K, V, dtype=torch.float32, device=do.device)
-    how = (delta, before, beta is not None, log_g is not None, layout.of_row is not None, out, save, precision)
-    if dstate.numel() and (BK := blocks.wide(k)):
-        dstate = dstate.zero_() if dfinal is None else dstate.copy_(dfinal)
-        launch(
-            wide.reverse, (-(-V // 64), layout.sequences * H), layout, (q, k, beta, log_g, X, do, dy, dstate, D),
-            (H, K, V, C, BK, 64, *how), num_warps=4, num_stages=1)  # fmt: skip
-    elif dstate.numel():
+    D = plan.empty((layout.span_room, H, V, K), do.dtype) if save else None
+    BK = blocks.wide(k)
+    shape = (layout.sequences, H, K, V)
+    before = wide_keys.working_memory(plan, dstate, shape) if BK else plan.empty(shape, torch.float32)
+    switches = (spec.delta, spec.before, beta is not None, log_g is not None, layout.of_row is not None, out, save,
+                precision)  # fmt: skip
+    if not before.numel():
+        return dy, before, D
+    if BK:
+        layout.launch(
+            plan, wide_keys.reverse, (-(-V // 64), layout.sequences * H), (q, k, beta, log_g, X, do, dy, before, D),
+            (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
+    else:
         TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.REVERSE)
-        launch(
-            _reverse, (-(-V // BV), layout.sequences * H), layout,
-            (q, k, beta, log_g, X, do, dfinal, dy, D, dstate),
-            (H, K, V, C, BK, BV, *how, stages, TMA), num_warps=warps)  # fmt: skip
-    return dy, dstate, D
+        layout.launch(
+            plan, _reverse, (-(-V // BV), layout.sequences * H), (q, k, beta, log_g, X, do, dstate, dy, D, before),
+            (H, K, V, C, BK, BV, *switches, stages, TMA), num_warps=warps)  # fmt: skip
+    return dy, before, D
 
 
-def local(q, k, v, beta, log_decay, beta_rows, log_g, X, S, D, do, dy, layout, *, delta, before, precision):
-    """(dq, dk, dv, dbeta, dlog_decay) from what the two walks left; dv takes the place of dy."""
+def local(plan, x, beta_rows, log_g, X, S, D, do, dy, layout, spec, precision):
+    """Slots of dq, dk, dv, dbeta and dlog_decay from what the two walks left; dv takes the place of dy.
+
+    x: the inputs of the call, q and k mapped.
+    """
+    q, k, v = x.q, x.k, x.v
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dbeta, dlog_decay = (None if x is None else torch.empty_like(x) for x in (beta, log_decay))
+    dq, dk = plan.empty(q.shape, q.dtype), plan.empty(k.shape, k.dtype)
+    dbeta, dlog_decay = (None if y is None else plan.empty(y.shape, y.dtype) for y in (x.beta, x.log_decay))
     BV, warps, stages = blocks.local(q, V)
-    u = torch.empty_like(v) if V > BV else None
+    u = plan.empty(v.shape, v.dtype) if V > BV else None
     if layout.rows * H:
-        launch(
-            _local, (layout.rows * H,), layout,
+        layout.launch(
+            plan, _local, (layout.rows * H,),
             (q, k, v, beta_rows, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay),
-            (H, K, V, C, 64, BV, delta, before, beta is not None, log_g is not None, layout.of_row is not None,
-             precision), num_warps=warps, num_stages=stages)  # fmt: skip
+            (H, K, V, C, 64, BV, spec.delta, spec.before, x.beta is not None, log_g is not None,
+             layout.of_row is not None, precision), num_warps=warps, num_stages=stages)  # fmt: skip
     return dq, dk, dy, dbeta, dlog_decay

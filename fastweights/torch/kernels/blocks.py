@@ -1,7 +1,7 @@
 """Block sizes by shape, dtype and GPU: `python -m benchmarks.choose_blocks` measures these tables.
 
-Nothing is tuned at run time. The tables are those of Hopper (an H200); other GPUs use the same numbers without the copy
-engine, as do inputs that it cannot take.
+Nothing is tuned at run time. The tables are those of Hopper (an H200); other GPUs use the same numbers without TMA (the
+tensor memory accelerator, which copies tiles), as do inputs that it cannot take.
 """
 
 from functools import cache
@@ -9,34 +9,34 @@ from functools import cache
 import torch
 
 # (warps, stages). Walks: by the width of a block of keys and whether there are more programs than multiprocessors, for
-# 16-bit numbers by the copy engine.
+# 16-bit numbers by the TMA unit.
 WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
 REVERSE = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
-# (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the copy engine.
+# (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
 # (warps, stages). Local gradients: by the width of a block of values. Inverses: of a block of keys.
 LOCAL = {64: (4, 1), 128: (4, 1)}
 INVERSE = {64: (4, 1), 128: (4, 1)}
 
-PIECE = 16  # rows
+SPAN = 16  # rows
 ON_CHIP = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}  # widest keys whose memory fits registers
 
 
 def wide(k):
-    """BK of the walks in wide.py, or None where the memory fits registers."""
+    """BK of the walks in wide_keys.py, or None where the memory fits registers."""
     return None if k.shape[-1] <= ON_CHIP[k.dtype] else 64 if k.dtype == torch.float32 else 128
 
 
-def every(K, V, dtype, delta, beta, log_decay):
-    """Rows in a piece: 1 where gradients of q and k are made row by row, from the memory before and after each.
+def every(K, V, dtype, inputs, spec):
+    """Rows in a span: 1 where gradients of q and k are made row by row, from the memory before and after each.
 
     Those of decay need both. Half precision has too little range to divide by beta, and registers too little room for
     wide values.
     """
-    by_row = log_decay is not None or ON_CHIP[dtype] < K or V > 128
-    by_row |= beta is not None and (not delta or dtype == torch.float16)
-    return 1 if by_row else PIECE
+    by_row = inputs.log_decay is not None or ON_CHIP[dtype] < K or V > 128
+    by_row |= inputs.beta is not None and (not spec.delta or dtype == torch.float16)
+    return 1 if by_row else SPAN
 
 
 def block(width):
@@ -51,27 +51,27 @@ def walks(layout, k, V, table):
         return False, BK, BV, 8 if BK > 64 else 4, 1
     if BK > 128:
         return False, BK, BV, 8, 1
-    if copied_by_engine(layout, k, BK, V, 64):
+    if uses_tma(layout, k, BK, V, 64):
         many = layout.sequences * k.shape[2] * -(-V // 64) > _multiprocessors(k.device)
         return True, BK, 64, *table[BK, many]
     return False, BK, BV, 4, 2
 
 
-def pieces(layout, k, V, delta, table):
-    """(TMA, BV, BK, warps, stages) of the walks over pieces."""
+def spans(layout, k, V, delta, table):
+    """(TMA, BV, BK, warps, stages) of the walks over spans."""
     BV = block(V)
     BK, warps, stages = table[BV, delta]
     if k.dtype == torch.float32:
         return False, BV, 64, 8 if BV > 64 else 4, 1
     if BV == 64:
         return False, BV, BK, warps, stages
-    if k.shape[-1] % BK == 0 and copied_by_engine(layout, k, k.shape[-1], V, BV):
+    if k.shape[-1] % BK == 0 and uses_tma(layout, k, k.shape[-1], V, BV):
         return True, BV, BK, warps, stages
     return False, BV, 64, 4, 1 if delta else 2
 
 
-def copied_by_engine(layout, q, BK, V, BV):
-    """Whether tiles are loaded and stored by Hopper's copy engine: whole chunks, whole blocks, 16-bit numbers."""
+def uses_tma(layout, q, BK, V, BV):
+    """Whether tiles are loaded and stored by Hopper's TMA unit: whole chunks, whole blocks, 16-bit numbers."""
     fits = layout.whole and q.shape[-1] == BK and V % BV == 0 and q.dtype != torch.float32
     return fits and q.is_cuda and _is_hopper(q.device)
 

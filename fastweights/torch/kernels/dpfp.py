@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from fastweights.features import EPS
-from fastweights.torch.kernels.launch import start
 
 R = 64  # rows, each one token of one head, per program
 WIDEST = 128  # inputs of one row that it holds with their gradient
@@ -125,11 +124,12 @@ def _backward(x, dy, dx, table, rows, stride, head_stride, H: tl.constexpr, D: t
     tl.store(dx + row[:, None] * D + column[None, :], P.to(dx.dtype.element_ty), mask=inside)
 
 
-def run(kernel, x, tensors, W, nu, norm, precision):
-    """Start `_forward` or `_backward` for x (tokens, H, D) with the tensors that follow it."""
+def plan(plan, kernel, x, slots, W, nu, norm, precision):
+    """Launch `_forward` or `_backward` for x (tokens, H, D), a slot, with the slots that follow it."""
     tokens, H, D = x.shape
     BD = max(16, 1 << (D - 1).bit_length())
     B = 64 if BD <= 64 else 32
-    picks = table(D, nu, BD, x.dtype, x.device)
-    start(kernel, (-(-tokens * H // R),), (x, *tensors, picks), (tokens * H, x.stride(0), x.stride(1)),
-          (H, D, W, R, B, BD, norm, precision, EPS), num_warps=4, num_stages=1)  # fmt: skip
+    picks = plan.constant(table(D, nu, BD, x.dtype, x.device))
+    plan.launch(
+        kernel, (-(-tokens * H // R),), (x, *slots, picks), (tokens * H, *x.strides[:2]),
+        (H, D, W, R, B, BD, norm, precision, EPS), num_warps=4, num_stages=1)  # fmt: skip

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.core import Spec
 from fastweights.features import EPS, FeatureMap
-from fastweights.torch import hand_gradients
-from fastweights.torch.autograd import register
 from fastweights.torch.kernels import dpfp
-from fastweights.torch.kernels.chunks import exact_products
-from fastweights.torch.kernels.launch import on_device_of, start
+from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
+from fastweights.torch.kernels.tiles import exact_products
+from fastweights.torch.methods import map_plainly, register_typed
 
 KINDS = {"identity": 0, "relu": 1, "silu": 2, "elu+1": 3, "dpfp": 4}
 NORMS = {"none": 0, "sum": 1, "l2": 2}
@@ -103,15 +103,11 @@ def feature_map(x: Tensor, phi: FeatureMap, norm: str) -> Tensor:
     return Features.apply(x, phi.kind, phi.size, norm)
 
 
-def eager(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
-    """The same in differentiable operators: what second derivatives go through."""
-    return FeatureMap(kind, size).apply(x.float(), torch, hand_gradients, norm=norm).to(x.dtype)
-
-
-def _rows(x):
+def rows(x: Tensor) -> Tensor:
     """x (..., d) as (tokens, heads, d) with features next to each other: a view where there is one."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+    x = x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _blocks(W):
@@ -120,25 +116,57 @@ def _blocks(W):
     return max(1, 4096 // BW), BW
 
 
-def picking(x):
+def _picking(x):
     """How products that pick numbers out of x are made: so that they come out as they are."""
     return exact_products() if x.dtype == torch.float32 else "tf32"
 
 
-def features(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
-    W = FeatureMap(kind, size).width(x.shape[-1])
-    y = torch.empty(*x.shape[:-1], W, dtype=x.dtype, device=x.device)
-    if y.numel():
-        x = _rows(x)
-        tokens, H, D = x.shape
-        R, BW = _blocks(W)
-        with on_device_of(x):
-            if kind == "dpfp":
-                dpfp.run(dpfp._forward, x, (y,), W, size, NORMS[norm], picking(x))
-                return y
-            start(_forward, (-(-tokens * H // R),), (x, y), (tokens * H, x.stride(0), x.stride(1)),
-                  (H, D, W, R, BW, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
+def plan_forward(plan: Plan, x: Slot, shape: tuple[int, ...], phi: FeatureMap, norm: str) -> Slot:
+    """A slot of phi(x), normalised, for x of `shape`, given as `rows` of it."""
+    tokens, H, D = x.shape
+    W = phi.width(D)
+    y = plan.empty((*shape[:-1], W), x.dtype)
+    if not y.numel():
+        return y
+    if phi.kind == "dpfp":
+        dpfp.plan(plan, dpfp._forward, x, (y,), W, phi.size, NORMS[norm], _picking(x))
+        return y
+    R, BW = _blocks(W)
+    plan.launch(
+        _forward, (-(-tokens * H // R),), (x, y), (tokens * H, *x.strides[:2]),
+        (H, D, W, R, BW, KINDS[phi.kind], NORMS[norm], EPS))  # fmt: skip
     return y
+
+
+def plan_backward(plan: Plan, dy: Slot, x: Slot, shape: tuple[int, ...], phi: FeatureMap, norm: str) -> Slot:
+    """A slot of the gradient of x, of `shape`, from that of its features."""
+    tokens, H, D = x.shape
+    W = phi.width(D)
+    dx = plan.empty(shape, x.dtype)
+    if not dx.numel():
+        return dx
+    if phi.kind == "dpfp":
+        dpfp.plan(plan, dpfp._backward, x, (dy, dx), W, phi.size, NORMS[norm], _picking(x))
+        return dx
+    R, BW = _blocks(W)
+    plan.launch(
+        _backward, (-(-tokens * H // R),), (x, dy, dx), (tokens * H, *x.strides[:2]),
+        (H, W, R, BW, KINDS[phi.kind], NORMS[norm], EPS))  # fmt: skip
+    return dx
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def features(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
+    shape, x = x.shape, rows(x)
+    key = ("forward", shape, x.dtype, x.device, x.stride(), kind, size, norm)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(x.device, [x])
+        plan.results = plan_forward(plan, plan.inputs[0], tuple(shape), FeatureMap(kind, size), norm).index
+        keep(_plans, key, plan)
+    return plan.run(x)[plan.results]
 
 
 def features_fake(x, kind, size, norm):
@@ -146,26 +174,22 @@ def features_fake(x, kind, size, norm):
 
 
 def features_backward(dy: Tensor, x: Tensor, kind: str, size: int, norm: str) -> Tensor:
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if dx.numel():
-        dy, x = dy.contiguous(), _rows(x)
-        (tokens, H, _), W = x.shape, dy.shape[-1]
-        R, BW = _blocks(W)
-        with on_device_of(x):
-            if kind == "dpfp":
-                dpfp.run(dpfp._backward, x, (dy, dx), W, size, NORMS[norm], picking(x))
-                return dx
-            start(_backward, (-(-tokens * H // R),), (x, dy, dx), (tokens * H, x.stride(0), x.stride(1)),
-                  (H, W, R, BW, KINDS[kind], NORMS[norm], EPS))  # fmt: skip
-    return dx
+    shape, x, dy = x.shape, rows(x), aligned(dy)
+    key = ("backward", shape, x.dtype, x.device, x.stride(), kind, size, norm)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(x.device, [dy, x])
+        plan.results = plan_backward(plan, *plan.inputs, tuple(shape), FeatureMap(kind, size), norm).index
+        keep(_plans, key, plan)
+    return plan.run(dy, x)[plan.results]
 
 
 def features_backward_fake(dy, x, kind, size, norm):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-features_op = register(features, features_fake)
-features_backward_op = register(features_backward, features_backward_fake)
+features_op = register_typed(features, features_fake)
+features_backward_op = register_typed(features_backward, features_backward_fake)
 
 
 class Features(torch.autograd.Function):
@@ -186,10 +210,14 @@ class Features(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # second derivatives
             with torch.enable_grad():
                 watched = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-                (dx,) = torch.autograd.grad(eager(watched, *ctx.how), watched, dy, create_graph=True)
+                (dx,) = torch.autograd.grad(map_plainly(watched, _spec(*ctx.how)), watched, dy, create_graph=True)
             return dx, None, None, None
         return features_backward_op(dy, x, *ctx.how), None, None, None
 
     @staticmethod
     def vmap(info, in_dims, x, *how):
         return Features.apply(x.movedim(in_dims[0], 0), *how), 0  # a row is the last axis alone
+
+
+def _spec(kind, size, norm):
+    return Spec(features=FeatureMap(kind, size), norm=norm)

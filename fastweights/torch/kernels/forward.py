@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels import blocks, wide
-from fastweights.torch.kernels.chunks import (
+from fastweights.torch.kernels import blocks, wide_keys
+from fastweights.torch.kernels.tiles import (
     C,
     decay,
     describe,
     find_sequence,
-    launch,
     load_block,
     load_tile,
     product,
@@ -40,8 +39,10 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
     e = column + tl.arange(0, BV)  # row of S: value feature
     at_S = d[None, :] * V + e[:, None]
     in_S = (d < K)[None, :] & (e < V)[:, None]
-    first, length, row0, piece0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
-    S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)  # [BV, BK]
+    first, length, row0, span0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
+    S = tl.zeros([BV, BK], tl.float32)
+    if S0 is not None:
+        S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)
     k = describe(k, tokens, H * K, C, BK, TMA)
     if VALUES:
         v = describe(v, tokens, H * V, C, BV, TMA)
@@ -58,8 +59,8 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
             u = tl.trans(load_tile(v, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
         S_low = S.to(dtype)
         if SAVE:
-            piece = (piece0 + step // SAVE) * H + head
-            store_block(S_saved, S_low, piece, column, 0, V, K, BV, BK, step % SAVE == 0)
+            span = (span0 + step // SAVE) * H + head
+            store_block(S_saved, S_low, span, column, 0, V, K, BV, BK, step % SAVE == 0)
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
@@ -94,29 +95,31 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
     tl.store(S1 + (n * H + head) * K * V + at_S, S, mask=in_S)
 
 
-def walk(q, k, v, beta, log_g, X, state, layout, *, delta, before, precision, out=True, save=False):
-    """(o, state after the last token, S before each piece, transposed, u): empty if not asked for. No v: no values.
+def walk(plan, q, k, v, beta, log_g, X, state, layout, spec, precision, *, width, out=True, save=False):
+    """(o, state after the last token, S before each span, transposed, u) as slots, None where not asked for.
 
-    u is saved where a piece has several rows; gradients that go row by row compute it again.
+    No v: no values. No state: the memory starts at zero. width: of the values.
+    u is saved where a span has several rows; gradients that go row by row compute it again.
     """
-    H, K, V = k.shape[2], k.shape[3], state.shape[-1]
-    like = dict(dtype=k.dtype, device=k.device)
-    o = torch.empty((*k.shape[:3], V) if out else 0, **like)
+    H, K, V, delta = k.shape[2], k.shape[3], width, spec.delta
+    o = plan.empty((*k.shape[:3], V), k.dtype) if out else None
     save = layout.every if save else 0
-    S = torch.empty((layout.pieces.room, H, V, K) if save else 0, **like)
-    u = torch.empty(o.shape if delta and save > 1 else 0, **like)
+    S = plan.empty((layout.span_room, H, V, K), k.dtype) if save else None
+    u = plan.empty((*k.shape[:3], V), k.dtype) if delta and save > 1 else None
     BK = blocks.wide(k)
-    after = state.clone() if BK else torch.empty_like(state)
-    how = (delta, before, beta is not None, log_g is not None, layout.of_row is not None, out, save, precision,
-           v is not None)  # fmt: skip
-    if state.numel() and BK:
-        launch(
-            wide.forward, (-(-V // 64), layout.sequences * H), layout, (q, k, v, beta, log_g, X, o, after, S),
-            (H, K, V, C, BK, 64, *how), num_warps=4, num_stages=1)  # fmt: skip
-    elif state.numel():
+    shape = (layout.sequences, H, K, V)
+    after = wide_keys.working_memory(plan, state, shape) if BK else plan.empty(shape, torch.float32)
+    switches = (delta, spec.before, beta is not None, log_g is not None, layout.of_row is not None, out, save,
+                precision, v is not None)  # fmt: skip
+    if not after.numel():
+        return o, after, S, u
+    if BK:
+        layout.launch(
+            plan, wide_keys.forward, (-(-V // 64), layout.sequences * H), (q, k, v, beta, log_g, X, o, after, S),
+            (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
+    else:
         TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK)
-        launch(
-            _forward, (-(-V // BV), layout.sequences * H), layout,
-            (q, k, v, beta, log_g, X, state, o, after, S, u),
-            (H, K, V, C, BK, BV, *how, stages, TMA), num_warps=warps)  # fmt: skip
+        layout.launch(
+            plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, log_g, X, state, o, after, S, u),
+            (H, K, V, C, BK, BV, *switches, stages, TMA), num_warps=warps)  # fmt: skip
     return o, after, S, u

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks
-from fastweights.torch.kernels.chunks import C, decay, find_row, launch, load_tile, product
+from fastweights.torch.kernels.tiles import C, decay, find_row, load_tile, product
 
 
 @triton.jit
@@ -57,15 +57,15 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
     tl.store(X + at * C * C + i[:, None] * C + i[None, :], X_i.to(X.dtype.element_ty))
 
 
-def inverse(k, beta, log_g, layout, precision):
-    """X (rows, H, C, C) in the dtype of k."""
+def inverse(plan, k, beta, log_g, layout, precision):
+    """A slot for X (rows, H, C, C) in the dtype of k."""
     H, K = k.shape[2:]
-    X = torch.empty(layout.room, H, C, C, dtype=k.dtype, device=k.device)
+    X = plan.empty((layout.room, H, C, C), k.dtype)
     if layout.rows:
         BK, warps, stages = blocks.inverse(k)
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
-        launch(
-            _inverse, (layout.rows * H,), layout, (k, beta, log_g, X),
+        layout.launch(
+            plan, _inverse, (layout.rows * H,), (k, beta, log_g, X),
             (H, K, C, BK, beta is not None, log_g is not None, layout.of_row is not None, precision, solve),
             num_warps=warps, num_stages=stages)  # fmt: skip
     return X

@@ -1,70 +1,110 @@
-"""How kernels are compiled and started, at little cost on the host."""
+"""How kernels are compiled and launched, at little cost on the host: the one place that knows Triton's inner API.
+
+Triton's own launch inspects every argument anew, 40 us each time. Here the compiled kernel is looked up once, when a
+plan is made; a launch then passes addresses and numbers to what Triton compiled.
+"""
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
-
-_compiled: dict[tuple, object] = {}
-_call = threading.local()  # .missing: kernels to compile, of a call that is gone through without starting any
-_STOP: dict[tuple, tuple] = {}  # or this: the call stops at the first
+import triton
 
 
-class _Missing(Exception):
-    """A kernel of this call is not compiled yet."""
+class Launch(NamedTuple):
+    """One launch of a plan: kernel[grid](*slots, *numbers, *constants).
 
-
-def start(kernel, grid, tensors, numbers, constants, **options):
-    """kernel[grid](*tensors, *numbers, *constants), past Triton's own look-up when these were compiled before.
-
-    That look-up inspects every argument anew, 40 us per launch. What it would find is in the key: dtypes, which
-    pointers are aligned to 16 bytes, which numbers are 1, divisible by 16 or wide, and the constants.
+    slots: the tensors' places in the plan, None for an absent one;  dtypes: theirs;  constants: of the kernel's
+    signature, in order;  options: num_warps and num_stages.
     """
-    found = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-    device = next(x.device for x in tensors if x is not None)
-    kinds = tuple((x % 16 == 0, x == 1, x >= 2**31) for x in numbers)
-    key = (kernel, device, found, kinds, constants, *options.items())
-    if compiled := _compiled.get(key):
-        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
-    elif (missing := getattr(_call, "missing", None)) is _STOP:
-        raise _Missing
-    elif missing is not None:
-        like = (None if f is None else torch.empty(16, dtype=f[0], device=device)[0 if f[1] else 1 :] for f in found)
-        missing[key] = (kernel, grid, (*like, *numbers, *constants), options)
-    elif compiled := kernel[grid](*tensors, *numbers, *constants, **options):  # none from the interpreter
-        _compiled[key] = compiled
+
+    kernel: Any
+    grid: tuple[int, ...]
+    slots: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...]
+    options: tuple[tuple[str, int], ...]
+
+    def key(self, device: torch.device) -> tuple:
+        """What Triton compiles anew for: dtypes, which numbers are 1, divisible by 16 or wide, and the constants.
+
+        Every pointer is aligned to 16 bytes: a plan sees to it.
+        """
+        kinds = tuple((x % 16 == 0, x == 1, x >= 2**31) for x in self.numbers)
+        return self.kernel, device, self.dtypes, kinds, self.constants, self.options
 
 
-def together(run, everything, on):
-    """run(). If a kernel of it was never compiled, all those of `everything()` are compiled first, side by side.
-
-    `everything` is gone through without starting any. One after the other they would take twice as long.
-    """
-    if not on.is_cuda or getattr(_call, "missing", None) is not None:
-        return run()
-    try:
-        _call.missing = _STOP
-        return run()
-    except _Missing:
-        _call.missing = missing = {}
-        everything()
-    finally:
-        _call.missing = None
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        _compiled.update(zip(missing, pool.map(_compile, missing.values()), strict=True))
-    return run()
+_compiled: dict[tuple, Any] = {}
+_lock = threading.Lock()
 
 
-def _compile(job):
-    kernel, grid, arguments, options = job
-    with on_device_of(next(x for x in arguments if isinstance(x, torch.Tensor))):
-        compiled = kernel.warmup(*arguments, grid=grid, **options)
-        compiled[(*grid, 1, 1)[:3]]  # builds its launcher and loads it
+def compile_together(launches: list[Launch], device: torch.device) -> None:
+    """Compile those of the launches that were never compiled for this device, side by side."""
+    with _lock:  # threads that call for the first time at once compile once
+        missing = {launch.key(device): launch for launch in launches}
+        missing = {key: launch for key, launch in missing.items() if key not in _compiled}
+        if len(missing) < 2:
+            found = [_compile(launch, device) for launch in missing.values()]
+        else:
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                found = list(pool.map(lambda launch: _compile(launch, device), missing.values()))
+        _compiled.update(zip(missing, found, strict=True))
+
+
+def _compile(launch, device):
+    with on_device(device):
+        arguments = (*launch.dtypes, *launch.numbers, *launch.constants)
+        compiled = launch.kernel.warmup(*arguments, grid=launch.grid, **dict(launch.options))
+        compiled[(*launch.grid, 1, 1)[:3]]  # builds its launcher and loads it
     return compiled
 
 
-def on_device_of(x):
-    """Triton launches on the current device, which need not be that of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def launcher(launch: Launch, device: torch.device) -> Callable[[list, int], None]:
+    """A function of (addresses or tensors by slot, CUDA stream) that makes a launch; compiled if it must be.
+
+    In Triton's interpreter, for a CPU, it takes tensors.
+    """
+    grid = (*launch.grid, 1, 1)[:3]
+    slots = launch.slots
+    rest = (*launch.numbers, *launch.constants)
+    if device.type != "cuda":
+        kernel, options = launch.kernel, dict(launch.options)
+
+        def interpret(tensors, stream):
+            kernel[grid](*[None if i is None else tensors[i] for i in slots], *rest, **options)
+
+        return interpret
+    compile_together([launch], device)
+    compiled = _compiled[launch.key(device)]
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    scratched = getattr(compiled.metadata, "global_scratch_size", 0) > 0
+
+    def start(addresses, stream):
+        if scratched:  # a setting of the calling thread, which may be autograd's
+            triton.set_allocator(scratch)
+        run(*grid, stream, function, metadata, None, None, None,
+            *[None if i is None else addresses[i] for i in slots], *rest)  # fmt: skip
+
+    return start
+
+
+def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Device memory for TMA descriptors, which Triton asks for at launch."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def current_stream(device: torch.device) -> int:
+    """The CUDA stream that work on `device` goes to, as Triton takes it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def on_device(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be this one."""
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.core import ARRAYS, Inputs, Spec
 from fastweights.features import EPS, parse
-from fastweights.torch.autograd import register
 from fastweights.torch.kernels.features import KINDS, NORMS, _phi, _scale
-from fastweights.torch.kernels.launch import on_device_of, start
+from fastweights.torch.kernels.plan import Plan, aligned, keep
+from fastweights.torch.methods import is_watched, of_text, register, state_shape
 
 BV = 16  # columns of the memory per program: many programs, since one token keeps none of them busy for long
 
@@ -35,7 +36,9 @@ def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr,
     e = tl.program_id(0) * BV + tl.arange(0, BV)
     inside = (d < K)[:, None] & (e < V)[None, :]
     where = at * K * V + d[:, None] * V + e[None, :]
-    S = tl.load(S0 + where, mask=inside, other=0.0)  # [BK, BV]
+    S = tl.zeros([BK, BV], tl.float32)
+    if S0 is not None:
+        S = tl.load(S0 + where, mask=inside, other=0.0)
     q_t = _mapped(q, at * D, d, K, D, KIND, NORM, EPS)
     k_t = _mapped(k, at * D, d, K, D, KIND, NORM, EPS)
     u = tl.load(v + at * V + e, mask=e < V, other=0.0).to(tl.float32)
@@ -54,45 +57,67 @@ def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr,
     tl.store(S1 + where, S, mask=inside)
 
 
-def _run(q, k, v, beta, log_decay, state, after, delta, before, features, norm):
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    beta, log_decay = (None if x is None else x.contiguous() for x in (beta, log_decay))
+_plans: dict[tuple, Plan] = {}
+
+
+def _run(inputs, after, spec):
+    """The outputs of one token; the memory after it goes to `after`, which may be the state itself."""
+    given = [None if x is None else aligned(x) for x in inputs[:ARRAYS]]
+    q = given[0]
+    key = (spec, q.device, *[None if x is None else (x.shape, x.dtype) for x in given])
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(q.device, [*given, after])
+        _plan(plan, spec)
+        keep(_plans, key, plan)
+    return plan.run(*given, after)[plan.results]
+
+
+def _plan(plan, spec):
+    *slots, after = plan.inputs
+    q, _, v, *_ = slots
     (B, _, H, D), V = q.shape, v.shape[-1]
-    phi = parse(features)
+    phi = parse(spec.features)
     K = phi.width(D)
-    o = torch.empty_like(v)
-    if state.numel():
+    o = plan.empty(v.shape, v.dtype)
+    plan.results = o.index
+    if after.numel():
         BK = max(16, 1 << (K - 1).bit_length())
-        with on_device_of(q):
-            start(_step, (-(-V // BV), B * H), (q, k, v, beta, log_decay, state, o, after), (),
-                  (H, K, V, BK, BV, delta, before, D, KINDS[phi.kind], NORMS[norm], EPS),
-                  num_warps=4 if BK >= 64 else 1)  # fmt: skip
-    return o
+        plan.launch(
+            _step, (-(-V // BV), B * H), (*slots, o, after), (),
+            (H, K, V, BK, BV, spec.delta, spec.before, D, KINDS[phi.kind], NORMS[spec.norm], EPS),
+            num_warps=4 if BK >= 64 else 1)  # fmt: skip
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
-    delta: bool, before: bool, features: str, norm: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    state = state.contiguous()
-    after = torch.empty_like(state)
-    return _run(q, k, v, beta, log_decay, state, after, delta, before, features, norm), after
+def step(inputs: list[Tensor | None], spec: str) -> list[Tensor]:
+    x = Inputs(*inputs)
+    after = torch.empty(state_shape(x, of_text(spec)), dtype=torch.float32, device=x.q.device)
+    return [_run(x, after, of_text(spec)), after]
 
 
-def step_fake(q, k, v, beta, log_decay, state, delta, before, features, norm):
-    return torch.empty_like(v, memory_format=torch.contiguous_format), state.new_empty(state.shape)
+def step_fake(inputs, spec):
+    x = Inputs(*inputs)
+    after = x.q.new_empty(state_shape(x, of_text(spec)), dtype=torch.float32)
+    return [torch.empty_like(x.v, memory_format=torch.contiguous_format), after]
 
 
-def step_(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor,
-    delta: bool, before: bool, features: str, norm: str,
-) -> Tensor:  # fmt: skip
-    return _run(q, k, v, beta, log_decay, state, state, delta, before, features, norm)
+def step_(inputs: list[Tensor | None], state: Tensor, spec: str) -> Tensor:
+    return _run(Inputs(*inputs)._replace(state=state), state, of_text(spec))
 
 
-def step_fake_(q, k, v, beta, log_decay, state, delta, before, features, norm):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def step_fake_(inputs, state, spec):
+    return torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
 
 
-step_op = register(step, step_fake)
-step_op_ = register(step_, step_fake_, changes=("state",))
+step_op = register("step", "(Tensor?[] inputs, str spec) -> Tensor[]", step, step_fake)
+step_op_ = register("step_", "(Tensor?[] inputs, Tensor(a!) state, str spec) -> Tensor", step_, step_fake_)
+
+
+def run(inputs: Inputs, spec: Spec, overwrite: bool) -> tuple[Tensor, Tensor]:
+    """(o, state) of one token without gradients; overwrite: the new state takes the place of the old."""
+    arrays, state = list(inputs[:ARRAYS]), inputs.state
+    if overwrite and state.is_contiguous() and state.data_ptr() % 16 == 0:
+        run_ = step_op_ if is_watched() else step_
+        return run_([*arrays[:-1], None], state, spec.text), state
+    o, after = step_op(arrays, spec.text) if is_watched() else step(arrays, spec.text)
+    return o, after

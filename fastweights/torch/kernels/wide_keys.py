@@ -4,10 +4,11 @@ The same lines as `forward._forward` and `backward._reverse`, in two passes over
 memory gives, then what it is given. The final state itself is the working memory.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels.chunks import (
+from fastweights.torch.kernels.tiles import (
     decay,
     find_sequence,
     load_block,
@@ -137,3 +138,11 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
                 gained = product(z, load_tile(k, token, head, d, left, H, K, C, BK), gained, PRECISION)
             store_block(D, D_d + tl.trans(gained), n * H + head, d, column, K, V, BK, BV)
         tl.debug_barrier()  # and written
+
+
+def working_memory(plan, state, shape):
+    """A slot that starts as the given state, or as zero: the walk works on it."""
+    if state is None:
+        zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=plan.device)  # noqa: E731
+        return plan.compute(zeros, (), shape, torch.float32)
+    return plan.compute(torch.clone, (state,), shape, torch.float32)

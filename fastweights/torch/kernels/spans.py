@@ -1,23 +1,21 @@
-"""Gradients of q and k without decay: walks over pieces of all sequences at once, BK key features at a time.
+"""Gradients of q and k without decay: walks over spans of all sequences at once, BK key features at a time.
 
 Queries read a sum over the past, o_i = sum_j (q_i . k_j) u_j, and keys do, u_i = b (v_i - sum_j (k_i . k_j) u_j).
 With dv the gradient of v, theirs are such sums too, over the past j < i (the memory S) and the future j > i (D):
     dq_i = sum over the past of (do_i . u_j) k_j
     dk_i = sum over the future of (do_j . u_i) q_j - (dv_j . u_i) k_j, less that over the past of (dv_i . u_j) k_j
-To walk a piece, the memory at its beginning and the gradient of the memory at its end are enough.
+To walk a span, the memory at its beginning and the gradient of the memory at its end are enough.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks
-from fastweights.torch.kernels.chunks import (
+from fastweights.torch.kernels.tiles import (
     C,
     describe,
     divisor,
     find_row,
-    launch,
     load_block,
     load_tile,
     product,
@@ -26,17 +24,17 @@ from fastweights.torch.kernels.chunks import (
 
 
 @triton.jit
-def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_piece, T, per, tokens,
+def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, tokens,
           H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
           DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, EVERY: tl.constexpr,
           PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dq, dbeta, and what a key reads of dk, with its sign turned."""
     at = tl.program_id(1).to(tl.int64)
-    piece, head = at // H, at % H
+    span, head = at // H, at % H
     column = tl.program_id(0) * BK
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
-    first, rest = find_row(of_piece, T, per, piece, EVERY * C, PACKED)
+    first, rest = find_row(of_span, T, per, span, EVERY * C, PACKED)
     S_i = tl.trans(load_block(S, at, 0, column, V, K, BV, BK)).to(tl.float32)  # [BK, BV]
     do, u = describe(do, tokens, H * V, C, BV, TMA), describe(u, tokens, H * V, C, BV, TMA)
     k, dq = describe(k, tokens, H * K, C, BK, TMA), describe(dq, tokens, H * K, C, BK, TMA)
@@ -68,17 +66,17 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_piece, T, per, t
 
 
 @triton.jit
-def _future(q, do, u, dv, k, D, dk, of_sequence, of_piece, T, per, tokens,
+def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DELTA: tl.constexpr, BEFORE: tl.constexpr, EVERY: tl.constexpr,
             PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dk: what a key writes, less what `_past` left there."""
     at = tl.program_id(1).to(tl.int64)
-    piece, head = at // H, at % H
+    span, head = at // H, at % H
     column = tl.program_id(0) * BK
     dtype = q.dtype.element_ty
     i = tl.arange(0, C)
-    first, rest = find_row(of_piece, T, per, piece, EVERY * C, PACKED)
+    first, rest = find_row(of_span, T, per, span, EVERY * C, PACKED)
     D_i = tl.trans(load_block(D, at, 0, column, V, K, BV, BK)).to(tl.float32)  # [BK, BV]
     do, u = describe(do, tokens, H * V, C, BV, TMA), describe(u, tokens, H * V, C, BV, TMA)
     q, dk = describe(q, tokens, H * K, C, BK, TMA), describe(dk, tokens, H * K, C, BK, TMA)
@@ -107,29 +105,29 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_piece, T, per, tokens,
         store_tile(dk, tl.trans(gk), token, head, column, left, H, K, C, BK, TMA)
 
 
-def past(k, beta, S, do, u, dv, layout, *, delta, before, precision):
-    """(dq, what keys read of dk, dbeta) from the memory S before each piece."""
+def past(plan, k, beta, S, do, u, dv, layout, spec, precision):
+    """Slots of dq, of what keys read of dk, and of dbeta, from the memory S before each span."""
     (H, K), V = k.shape[2:], do.shape[3]
-    dq, dk = torch.empty_like(k), torch.empty_like(k)
-    dbeta = None if beta is None else torch.empty_like(beta)
-    rows, packed = layout.pieces.rows * H, layout.of_piece is not None
-    TMA, BV, BK, warps, stages = blocks.pieces(layout, k, V, delta, blocks.PAST)
+    dq, dk = plan.empty(k.shape, k.dtype), plan.empty(k.shape, k.dtype)
+    dbeta = None if beta is None else plan.empty(beta.shape, beta.dtype)
+    rows, packed = layout.span_rows * H, layout.of_span is not None
+    TMA, BV, BK, warps, stages = blocks.spans(layout, k, V, spec.delta, blocks.PAST)
     if rows:
-        launch(
-            _past, (-(-K // BK), rows), layout.pieces, (do, u, dv, k, beta, S, dq, dk, dbeta),
-            (H, K, V, C, BK, BV, delta, before, beta is not None, layout.every, packed, precision, stages, TMA),
-            num_warps=warps)  # fmt: skip
+        layout.spans.launch(
+            plan, _past, (-(-K // BK), rows), (do, u, dv, k, beta, S, dq, dk, dbeta),
+            (H, K, V, C, BK, BV, spec.delta, spec.before, beta is not None, layout.every, packed, precision, stages,
+             TMA), num_warps=warps)  # fmt: skip
     return dq, dk, dbeta
 
 
-def future(q, k, D, do, u, dv, dk, layout, *, delta, before, precision):
-    """dk, in the place of what `past` gave of it, from the gradient D of the memory after each piece."""
+def future(plan, q, k, D, do, u, dv, dk, layout, spec, precision):
+    """dk, in the place of what `past` gave of it, from the gradient D of the memory after each span."""
     (H, K), V = k.shape[2:], do.shape[3]
-    rows, packed = layout.pieces.rows * H, layout.of_piece is not None
-    TMA, BV, BK, warps, stages = blocks.pieces(layout, k, V, delta, blocks.FUTURE)
+    rows, packed = layout.span_rows * H, layout.of_span is not None
+    TMA, BV, BK, warps, stages = blocks.spans(layout, k, V, spec.delta, blocks.FUTURE)
     if rows:
-        launch(
-            _future, (-(-K // BK), rows), layout.pieces, (q, do, u, dv, k, D, dk),
-            (H, K, V, C, BK, BV, delta, before, layout.every, packed, precision, stages, TMA),
+        layout.spans.launch(
+            plan, _future, (-(-K // BK), rows), (q, do, u, dv, k, D, dk),
+            (H, K, V, C, BK, BV, spec.delta, spec.before, layout.every, packed, precision, stages, TMA),
             num_warps=warps)  # fmt: skip
     return dk

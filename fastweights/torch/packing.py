@@ -1,19 +1,44 @@
-"""How tokens become chunks: (B, T, H, width) <-> (rows * H, C, width), for plain and for packed batches."""
+"""How tokens become chunks, for plain and for packed batches. A chunk never spans two sequences."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastweights.core import check_offsets
+from fastweights.checks import check_offsets
+from fastweights.torch.methods import accumulation_dtype
 
 SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
 
 
-def working_dtype(x: Tensor) -> torch.dtype:
-    """What the memory accumulates in: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+class Sequences(NamedTuple):
+    """Sequences packed into one row, on the CPU: start and length (N,), in tokens."""
+
+    start: Tensor
+    length: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, T: int) -> "Sequences":
+        """From offsets, which are checked. On a GPU this waits for the device."""
+        offsets = cu_seqlens.tolist()
+        check_offsets(offsets, T)
+        start = torch.tensor(offsets[:-1])
+        return cls(start, torch.tensor(offsets[1:]) - start)
+
+    def cut(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Parts of at most `size` tokens, sequence by sequence.
+
+        Returns the first part of each sequence (N,), the sequence of each part, and for each part (parts, 2) its
+        first token and how many tokens its sequence has from there on.
+        """
+        parts = (self.length + size - 1) // size
+        first = parts.cumsum(0) - parts
+        sequence = torch.repeat_interleave(torch.arange(len(parts)), parts)
+        token = (torch.arange(len(sequence)) - first[sequence]) * size
+        return first, sequence, torch.stack([self.start[sequence] + token, self.length[sequence] - token], 1)
 
 
-class Layout:
+class Chunks:
     """Chunks of C tokens that never span two sequences, ordered by step, then by sequence, longest first.
 
     sizes[s] is the number of sequences that have a chunk s; they are the first sizes[s] ones, so a memory kept in
@@ -23,7 +48,6 @@ class Layout:
     def __init__(self, B: int, T: int, H: int, C: int, cu_seqlens: Tensor | None = None):
         self.T, self.H, self.C = T, H, C
         self.order = self.tokens = None
-        self.rows_bound = bound(B, T, C, cu_seqlens)
         if cu_seqlens is None:
             self.sizes = [B] * -(-T // C)
         else:
@@ -33,19 +57,18 @@ class Layout:
             self.starts.append(self.starts[-1] + size)
 
     def _pack(self, cu_seqlens):
-        offsets = cu_seqlens.tolist()
-        check_offsets(offsets, self.T)
-        start = torch.tensor(offsets[:-1])
-        length = torch.tensor(offsets[1:]) - start
-        chunks, order = torch.sort(-(-length // self.C), descending=True, stable=True)
-        steps = torch.arange(int(chunks[0]))[:, None]
-        step, row = torch.nonzero(steps < chunks, as_tuple=True)  # step by step, longest sequence first
-        within = step[:, None] * self.C + torch.arange(self.C)
-        real = within < length[order[row], None]
-        device = cu_seqlens.device
-        self.sizes = (steps < chunks).sum(1).tolist()
-        self.order = order.to(device)
-        self.tokens = torch.where(real, start[order[row], None] + within, -1).to(device)  # (rows, C), -1 for padding
+        sequences = Sequences.of(cu_seqlens, self.T)
+        first, sequence, parts = sequences.cut(self.C)
+        order = torch.sort(sequences.length, descending=True, stable=True)[1]
+        rank = torch.argsort(order)
+        step = torch.arange(len(sequence)) - first[sequence]
+        rows = torch.argsort(step * len(order) + rank[sequence])  # step by step, longest sequence first
+        start, left = parts[rows].unbind(1)
+        within = torch.arange(self.C)
+        self.sizes = torch.bincount(step).tolist()
+        self.order = order.to(cu_seqlens.device)
+        tokens = torch.where(within < left[:, None], start[:, None] + within, -1)  # (rows, C), -1 for padding
+        self.tokens = tokens.to(cu_seqlens.device)
 
     def segments(self, x: Tensor, width: int) -> list[tuple[int, int]]:
         """Ranges of steps whose packed tensors, `width` numbers per token, fit the cache; beside x, on a GPU, all.
@@ -72,11 +95,14 @@ class Layout:
         return [size * self.H for size in self.sizes[a:b]]
 
     def take(self, x: Tensor, a: int, b: int, out: Tensor | None = None) -> Tensor:
-        """Steps [a, b) of x (B, T, H, width) as (rows * H, C, width) in the working dtype, zero in the padding."""
+        """Steps [a, b) of x (B, T, H, width) as (rows * H, C, width), zero in the padding.
+
+        In the dtype that the memory accumulates in.
+        """
         H, width = x.shape[-2:]
         rows = self.starts[b] - self.starts[a]
         if out is None:
-            out = torch.empty(rows * H, self.C, width, dtype=working_dtype(x), device=x.device)
+            out = torch.empty(rows * H, self.C, width, dtype=accumulation_dtype(x.dtype), device=x.device)
         chunks = out.unflatten(0, (rows, H))
         if self.tokens is None:
             part = x[:, a * self.C : b * self.C]
@@ -107,9 +133,9 @@ class Layout:
             x[0].index_copy_(0, token[token >= 0], rows[token >= 0].to(x.dtype))
 
     def sort(self, state: Tensor) -> Tensor:
-        """A copy of state (sequences, H, K, V) in this order, in the working dtype."""
+        """A copy of state (sequences, H, K, V) in this order, in the dtype that the memory accumulates in."""
         state = state.clone() if self.order is None else state[self.order]
-        return state.to(working_dtype(state)).contiguous()
+        return state.to(accumulation_dtype(state.dtype)).contiguous()
 
     def unsort(self, state: Tensor) -> Tensor:
         """The inverse of `sort`."""
@@ -124,24 +150,3 @@ def steps_in_cache(B: int, H: int, C: int, width: int) -> int:
 def bound(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> int:
     """Rows that any layout of these shapes needs at most."""
     return B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
-
-
-def inverse(L: Tensor, out: Tensor | None = None) -> Tensor:
-    """(I + L)^{-1} for L (n, C, C) strictly lower triangular: substitution in blocks of 8 rows, then merges in pairs.
-
-    `core.inverse` says why it is stable.
-    """
-    C = L.shape[-1]
-    X = torch.zeros_like(L, memory_format=torch.contiguous_format) if out is None else out.zero_()
-    for a in range(0, C, 8):
-        block = slice(a, min(a + 8, C))
-        one = torch.eye(block.stop - a, dtype=L.dtype, device=L.device)
-        X[:, block, block] = torch.linalg.solve_triangular(L[:, block, block], one, upper=False, unitriangular=True)
-    size = 8
-    while size < C:
-        for a in range(0, C - size, 2 * size):
-            top, bottom = slice(a, a + size), slice(a + size, a + 2 * size)
-            below = torch.bmm(torch.bmm(X[:, bottom, bottom], L[:, bottom, top]), X[:, top, top])
-            torch.neg(below, out=X[:, bottom, top])
-        size *= 2
-    return X

@@ -12,15 +12,18 @@ import triton
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 
-from fastweights.core import check_offsets
-from fastweights.torch.kernels.launch import start
+from fastweights.torch.kernels.plan import Slot
+from fastweights.torch.packing import Sequences
 
 C = 64  # tokens per chunk
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Either every sequence has T tokens in `per` rows, or the tables say where each begins."""
+    """Either every sequence has T tokens in `per` rows, or the tables, slots of a plan, say where each begins.
+
+    A span is `every` rows of one sequence, at whose ends the memory is kept for the backward pass.
+    """
 
     sequences: int
     rows: int
@@ -29,65 +32,51 @@ class Layout:
     whole: bool  # no row is cut short
     T: int
     per: int
-    every: int = 1  # rows in a piece, at whose ends the memory is kept for the backward pass
-    of_sequence: torch.Tensor | None = None  # (sequences, 4): first token, tokens, first row, first piece
-    of_row: torch.Tensor | None = None  # (rows, 2): first token, tokens of the sequence from there on
-    of_piece: torch.Tensor | None = None  # (pieces, 2): the same
+    every: int = 1
+    span_rows: int = 0  # the same two numbers for spans
+    span_room: int = 0
+    of_sequence: Slot | None = None  # (sequences, 4): first token, tokens, first row, first span
+    of_row: Slot | None = None  # (rows, 2): first token, tokens of the sequence from there on
+    of_span: Slot | None = None  # (spans, 2): the same
 
     @classmethod
-    def of(cls, q, cu_seqlens, every=1):
-        B, T = q.shape[:2]
-        if cu_seqlens is None:
-            per = -(-T // C)
-            return cls(B, B * per, B * per, B * T, T % C == 0, T, per, every)
-        offsets = cu_seqlens.tolist()
-        check_offsets(offsets, T)
-        return cls.packed(offsets, q.device, every)
+    def plain(cls, B, T, every=1):
+        per = -(-T // C)
+        spans = B * -(-per // every)
+        return cls(B, B * per, B * per, B * T, T % C == 0, T, per, every, spans, spans)
 
     @classmethod
-    def packed(cls, offsets, device, every):
-        start = torch.tensor(offsets[:-1])
-        length = torch.tensor(offsets[1:]) - start
-        first_row, of_row = _cut(start, length, C)
-        first_piece, of_piece = _cut(start, length, C * every)
-        of_sequence = torch.stack([start, length, first_row, first_piece], 1)
-        room = offsets[-1] // C + len(start)
-        whole = not (length % C).any().item()
-        tables = (x.to(device) for x in (of_sequence, of_row, of_piece))
-        return cls(len(start), len(of_row), room, offsets[-1], whole, 0, 0, every, *tables)
+    def packed(cls, tables, whole, tokens, every):
+        """tables: slots for `pack`'s tables."""
+        sequences, rows, spans = (x.shape[0] for x in tables)
+        rooms = tokens // C + sequences, tokens // (C * every) + sequences
+        return cls(sequences, rows, rooms[0], tokens, whole, 0, 0, every, spans, rooms[1], *tables)
 
     @property
-    def pieces(self):
-        """The same, with pieces for rows."""
-        per, T = -(-self.per // self.every), self.tokens
-        rows, room = (self.sequences * per,) * 2
-        if self.of_piece is not None:
-            rows, room = len(self.of_piece), T // (C * self.every) + self.sequences
-        return replace(self, rows=rows, room=room, per=per, every=1, of_row=self.of_piece)
+    def spans(self):
+        """The same, with spans for rows."""
+        return replace(self, rows=self.span_rows, room=self.span_room, per=-(-self.per // self.every), every=1,
+                       of_row=self.of_span)  # fmt: skip
 
-    @property
-    def arguments(self):
-        """What every kernel takes, after its tensors, to find its tokens."""
-        return self.of_sequence, self.of_row, self.T, self.per, self.tokens
+    def launch(self, plan, kernel, grid, slots, constants, **options):
+        """kernel[grid](*slots, *where tokens are, *constants) in a plan."""
+        numbers = self.T, self.per, self.tokens
+        plan.launch(kernel, grid, (*slots, self.of_sequence, self.of_row), numbers, constants, **options)
 
 
-def _cut(start, length, size):
-    """(first part of each sequence, first token and tokens left of each part), parts of `size` tokens."""
-    parts = (length + size - 1) // size
-    first = parts.cumsum(0) - parts
-    sequence = torch.repeat_interleave(torch.arange(len(start)), parts)
-    token = (torch.arange(len(sequence)) - first[sequence]) * size
-    return first, torch.stack([start[sequence] + token, length[sequence] - token], 1)
-
-
-def launch(kernel, grid, layout, tensors, constants, **options):
-    """kernel[grid](*tensors, *layout, *constants)."""
-    start(kernel, grid, (*tensors, *layout.arguments[:2]), layout.arguments[2:], constants, **options)
+def pack(cu_seqlens, T, every):
+    """((of_sequence, of_row, of_span), whole): tables beside cu_seqlens, and whether every row is full."""
+    sequences = Sequences.of(cu_seqlens, T)
+    first_row, _, of_row = sequences.cut(C)
+    first_span, _, of_span = sequences.cut(C * every)
+    of_sequence = torch.stack([*sequences, first_row, first_span], 1)
+    tables = tuple(x.to(cu_seqlens.device) for x in (of_sequence, of_row, of_span))
+    return tables, not (sequences.length % C).any().item()
 
 
 @triton.jit
 def find_sequence(of_sequence, T, per, n, EVERY: tl.constexpr, PACKED: tl.constexpr):
-    """First token, number of tokens, first row and first piece of EVERY rows of sequence n."""
+    """First token, number of tokens, first row and first span of EVERY rows of sequence n."""
     if PACKED:
         at = of_sequence + 4 * n
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -110,7 +99,7 @@ def find_row(of_row, T, per, row, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def describe(x, tokens, WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr):
-    """x (tokens, WIDTH) for tiles of [C, B]: a descriptor for the copy engine, or the pointer itself."""
+    """x (tokens, WIDTH) for tiles of [C, B]: a TMA descriptor, or the pointer itself."""
     if TMA:
         return tl.make_tensor_descriptor(x, [tokens, WIDTH], [WIDTH, 1], [C, B])
     else:
@@ -239,20 +228,19 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
         tl.store(log_g + target, tl.cumsum(a.to(tl.float64), 0).to(log_g.dtype.element_ty), mask=(head < H)[None, :])
 
 
-def rates(beta, log_decay, layout, k):
+def rates(plan, beta, log_decay, layout, k):
     """beta and the running sum of log_decay within each row, as (rows, H, C), no rates in the padding.
 
     For float32 the sum is in float64: of two that are close, the difference would keep too few digits.
     """
     H = k.shape[2]
-    given = [x for x in (beta, log_decay) if x is not None]
-    if not given or not layout.rows:
+    if (beta is None and log_decay is None) or not layout.rows:
         return None, None
-    make = lambda x, dtype: None if x is None else torch.empty(layout.rows, H, C, dtype=dtype, device=x.device)  # noqa: E731
     sums = torch.float64 if k.dtype == torch.float32 else torch.float32
-    beta_rows, log_g = make(beta, torch.float32), make(log_decay, sums)
+    beta_rows = None if beta is None else plan.empty((layout.rows, H, C), torch.float32)
+    log_g = None if log_decay is None else plan.empty((layout.rows, H, C), sums)
     BH = min(16, 1 << (H - 1).bit_length())
-    launch(
-        _rates, (layout.rows, -(-H // BH)), layout, (beta, log_decay, beta_rows, log_g),
+    layout.launch(
+        plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, log_g),
         (H, C, BH, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
     return beta_rows, log_g

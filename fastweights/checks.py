@@ -1,0 +1,138 @@
+"""What every framework checks before it computes: shapes, dtypes, offsets and, inside `debug`, values."""
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+
+from fastweights.core import FastWeightError, dtype_name
+
+
+def check_method(method, methods):
+    """Raise FastWeightError unless `method` is "auto" or one of `methods`."""
+    if method != "auto" and method not in methods:
+        raise FastWeightError(f"method is {method!r}; expected one of {', '.join(map(repr, ('auto', *methods)))}")
+
+
+def check(inputs, *, width=None):
+    """Raise FastWeightError unless the arrays of a call, an Inputs, fit together.
+
+    width: what a feature map makes of the width of q, the memory's K; the same when absent.
+    """
+    arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+    shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+    dtypes = {name: dtype_name(x) for name, x in arrays.items()}
+    for name in ("q", "v"):
+        if len(shapes[name]) != 4:
+            raise FastWeightError(
+                f"{name} has shape {shapes[name]}; expected four axes (B, T, H, {'K' if name == 'q' else 'V'}): "
+                "batch, tokens, heads, width"
+            )
+    (B, T, H, K), V = shapes["q"], shapes["v"][-1]
+    states = _check_packed(shapes, dtypes, B) if "cu_seqlens" in shapes else B
+    expected = {
+        "k": ((B, T, H, K), "the shape of q"),
+        "v": ((B, T, H, V), "q's batch, tokens and heads, any width"),
+        "beta": ((B, T, H), "one write rate per token and head"),
+        "log_decay": ((B, T, H), "one log decay per token and head"),
+        "mask": ((B, T), "True for a real token, False for padding"),
+        "state": ((states, H, K if width is None else width(K), V), "a (K, V) memory per head of each sequence"),
+    }
+    for name, (shape, why) in expected.items():
+        if name in shapes and not _fits(shapes[name], shape):
+            raise FastWeightError(
+                f"{name} has shape {shapes[name]}; expected {shape}: {why}, q is {shapes['q']} and v is {shapes['v']}"
+            )
+    wide = "float64" if dtypes["q"] == "float64" else "float32"
+    rates = ((dtypes["q"], wide), "the dtype of q, or the one the memory accumulates in")
+    allowed = {
+        "q": (("float64", "float32", "bfloat16", "float16"), "a floating dtype"),
+        "k": ((dtypes["q"],), "the dtype of q"),
+        "v": ((dtypes["q"],), "the dtype of q"),
+        "beta": rates,
+        "log_decay": rates,
+        "state": ((wide,), f"the memory of {dtypes['q']} inputs accumulates in {wide}"),
+        "mask": (("bool",), "True for a real token, False for padding"),
+    }
+    for name, (names, why) in allowed.items():
+        if name in dtypes and dtypes[name] not in names:
+            raise FastWeightError(
+                f"{name} has dtype {dtypes[name]}; expected {' or '.join(dict.fromkeys(names))}: {why}"
+            )
+
+
+def _check_packed(shapes, dtypes, B):
+    """The number of sequences that cu_seqlens packs into the one row of q."""
+    shape = shapes["cu_seqlens"]
+    if len(shape) != 1 or (shape[0] is not None and shape[0] < 2):
+        raise FastWeightError(
+            f"cu_seqlens has shape {shape}; expected (N + 1,) with N >= 1: the offsets 0, ..., T that bound N sequences"
+        )
+    if not dtypes["cu_seqlens"].startswith(("int", "uint")):
+        raise FastWeightError(f"cu_seqlens has dtype {dtypes['cu_seqlens']}; expected int32 or int64: token offsets")
+    if B not in (1, None):
+        raise FastWeightError(f"q has batch {B} with cu_seqlens given; expected 1: packed sequences lie in one row")
+    if "mask" in shapes:
+        raise FastWeightError("mask is given together with cu_seqlens; expected one: a packed row has no padding")
+    return None if shape[0] is None else shape[0] - 1
+
+
+def check_offsets(offsets, T):
+    """Raise unless cu_seqlens, as a list of ints, starts at 0, never falls and ends at T."""
+    if offsets[0] != 0:
+        raise FastWeightError(f"cu_seqlens starts at {offsets[0]}; expected 0: the first sequence starts the row")
+    for n, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise FastWeightError(
+                f"cu_seqlens falls from {start} to {stop} at index {n + 1}; expected sorted offsets: "
+                "sequence n is the tokens from cu_seqlens[n] up to cu_seqlens[n + 1]"
+            )
+    if offsets[-1] != T:
+        raise FastWeightError(f"cu_seqlens ends at {offsets[-1]}; expected T = {T}: the sequences cover the row")
+
+
+def _fits(shape, expected):
+    """Equal, where an axis of unknown length (None) fits any."""
+    return len(shape) == len(expected) and all(
+        a == b or a is None or b is None for a, b in zip(shape, expected, strict=True)
+    )
+
+
+_debugging = ContextVar("fastweights_debug", default=False)
+
+
+@contextmanager
+def debug():
+    """Inside this block every `fast_weight` call scans its inputs and raises on values that cannot be right.
+
+    The scan costs a pass over the inputs and, on a GPU, a wait for them, so it is off otherwise.
+
+        >>> import fastweights
+        >>> with fastweights.debug():
+        ...     pass  # train a few steps
+    """
+    token = _debugging.set(True)
+    try:
+        yield
+    finally:
+        _debugging.reset(token)
+
+
+def debugging():
+    """Whether `debug` is on here."""
+    return _debugging.get()
+
+
+def check_values(arrays):
+    """Raise on NaN or infinity anywhere, beta outside [0, 2], or log_decay above 0.  arrays: NumPy, by name."""
+    import numpy as np
+
+    for name, x in arrays.items():
+        bad = ~np.isfinite(x)
+        if name == "beta":
+            bad |= (x < 0) | (x > 2)
+        if name == "log_decay":
+            bad |= x > 0
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            expected = {"beta": "rates in [0, 2]", "log_decay": "finite logarithms <= 0"}.get(name, "finite numbers")
+            raise FastWeightError(f"{name} has {x[at]} at {at}; expected {expected} ({int(bad.sum())} such values)")

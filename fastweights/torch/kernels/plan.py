@@ -1,0 +1,121 @@
+"""What a call does on the device, worked out once for its shapes: buffers to allocate and kernels to launch.
+
+The functions that plan a call work on slots, which have shapes and dtypes like tensors and hold no numbers. To run the
+plan is then to allocate, and to launch with the addresses of the tensors in those slots.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.torch.kernels.launch import Launch, compile_together, current_stream, launcher, on_device
+
+
+class Slot(NamedTuple):
+    """A tensor of a plan: where it stands, and what it will be. `stride` is that of an input."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] = ()
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Plan:
+    """Slots and steps. A step is a launch, or a function of PyTorch between two launches.
+
+    given: tensors like those that `run` will be given, None where there is none; `inputs` are their slots.
+    """
+
+    def __init__(self, device: torch.device, given: list[Tensor | None]):
+        self.device = device
+        self.inputs = [
+            None if x is None else Slot(i, tuple(x.shape), x.dtype, device, x.stride()) for i, x in enumerate(given)
+        ]
+        self.buffers: list[Any] = [None] * len(given)  # per slot: (shape, dtype) to allocate, a constant, or None
+        self.steps: list[Launch | tuple[Callable, tuple, int]] = []
+        self.program: list[tuple[Callable, tuple | None, int]] | None = None
+        self.results: Any = None  # the slots that the caller wants; its own business
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
+        """A slot for a tensor that is allocated, not initialised, whenever the plan runs."""
+        return self._slot((tuple(shape), dtype), tuple(shape), dtype)
+
+    def constant(self, x: Tensor) -> Slot:
+        """A slot for a tensor that stays the same."""
+        return self._slot(x, tuple(x.shape), x.dtype)
+
+    def compute(self, function: Callable, slots: tuple[Slot | None, ...], shape: tuple, dtype: torch.dtype) -> Slot:
+        """A slot for function(*tensors in slots), which PyTorch computes at this point of the plan."""
+        out = self._slot(None, tuple(shape), dtype)
+        self.steps.append((function, tuple(None if s is None else s.index for s in slots), out.index))
+        return out
+
+    def launch(self, kernel: Any, grid: tuple, slots: tuple, numbers: tuple, constants: tuple, **options: int) -> None:
+        """kernel[grid](*slots, *numbers, *constants) at this point of the plan."""
+        places = tuple(None if s is None else s.index for s in slots)
+        dtypes = tuple(None if s is None else s.dtype for s in slots)
+        self.steps.append(Launch(kernel, grid, places, dtypes, numbers, constants, tuple(options.items())))
+
+    def _slot(self, buffer, shape, dtype):
+        self.buffers.append(buffer)
+        return Slot(len(self.buffers) - 1, shape, dtype, self.device)
+
+    @property
+    def launches(self) -> list[Launch]:
+        return [step for step in self.steps if isinstance(step, Launch)]
+
+    def finish(self, *others: "Plan") -> None:
+        """Compile the plan's kernels, and those of plans that will follow it, side by side."""
+        if self.device.type == "cuda":
+            compile_together([launch for plan in (self, *others) for launch in plan.launches], self.device)
+        self.program = [
+            (launcher(step, self.device), None, 0) if isinstance(step, Launch) else step for step in self.steps
+        ]
+
+    def run(self, *given: Tensor | None) -> list[Any]:
+        """The tensors of all slots, after all steps. `given` are the inputs: contiguous, aligned to 16 bytes."""
+        if self.program is None:
+            self.finish()
+        device = self.device
+        tensors: list[Any] = [*given]
+        for buffer in self.buffers[len(self.inputs) :]:
+            if type(buffer) is tuple:
+                buffer = torch.empty(buffer[0], dtype=buffer[1], device=device)
+            tensors.append(buffer)
+        with on_device(device):
+            if device.type == "cuda":
+                stream = current_stream(device)
+                where: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
+            else:
+                stream, where = 0, tensors
+            for function, slots, out in self.program:  # type: ignore[union-attr]
+                if slots is None:
+                    function(where, stream)
+                else:
+                    tensors[out] = x = function(*[None if i is None else tensors[i] for i in slots])
+                    where[out] = x.data_ptr() if device.type == "cuda" else x
+        return tensors
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous and at an address that is a multiple of 16 bytes, copied if it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def keep(plans: dict[tuple, Plan], key: tuple, plan: Plan, most: int = 1024) -> None:
+    """plans[key] = plan; all others go when there are too many: lengths that never repeat must not fill the memory."""
+    if len(plans) >= most:
+        plans.clear()
+    plans[key] = plan
