@@ -9,7 +9,7 @@ import torch
 from triton.testing import do_bench
 
 from benchmarks.choose_blocks import SHAPES, stages
-from fastweights.torch.kernels.blocks import PIECE
+from fastweights.torch.kernels.blocks import SPAN
 
 C = 64
 
@@ -22,10 +22,10 @@ def work(name, K, V):
     return {
         "INVERSE": (2 * (k + square), 2 * C * C * K + 9 * C**3),
         "WALK": (2 * (2 * k + 2 * v + square), walk),
-        "WALK, saving": (2 * (2 * k + 3 * v + square + memory // PIECE), walk),
-        "REVERSE": (2 * (2 * k + 2 * v + square + memory // PIECE), walk),
-        "PAST": (2 * (3 * k + 3 * v + memory // PIECE), 2 * C * (3 * K * V + 2 * C * (K + V))),
-        "FUTURE": (2 * (4 * k + 3 * v + memory // PIECE), 2 * C * (3 * K * V + 2 * C * (K + V))),
+        "WALK, saving": (2 * (2 * k + 3 * v + square + memory // SPAN), walk),
+        "REVERSE": (2 * (2 * k + 2 * v + square + memory // SPAN), walk),
+        "PAST": (2 * (3 * k + 3 * v + memory // SPAN), 2 * C * (3 * K * V + 2 * C * (K + V))),
+        "FUTURE": (2 * (4 * k + 3 * v + memory // SPAN), 2 * C * (3 * K * V + 2 * C * (K + V))),
         "LOCAL": (2 * (4 * k + 4 * v + square + 2 * memory), 2 * C * (4 * K * V + 3 * C * V + 4 * C * K)),
     }[name]
 
@@ -42,7 +42,8 @@ def main():
     for (width, _), (B, T, H) in SHAPES.items():
         x = torch.empty(B, T, H, width, dtype=torch.bfloat16, device="cuda")
         clone, clear = measure(x.clone), measure(x.zero_)
-        for name, (_, call) in stages(width, B, T, H).items():
+        for name, (_, make) in stages(width, B, T, H).items():
+            call = make()
             seconds = measure(call) - {"LOCAL": clone, "FUTURE": clear}.get(name, 0)
             moved, products = (B * T // C * H * n for n in work(name, width, width))
             shares = f"{moved / seconds / bandwidth:4.0%} of memory, {products / seconds / rate:4.0%} of products"

@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastweights import core
-from fastweights.torch import autograd, fast_weight
+from fastweights.core import Inputs, Spec
+from fastweights.torch import fast_weight, methods
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 FULL = dict(B=2, T=130, H=2, K=64, V=64, dtype=torch.bfloat16, rule="delta", read="after", beta=True, decay=True)
@@ -45,11 +46,10 @@ def loop(q, k, v, beta=None, log_decay=None, state=None, *, rule, read, cuts=Non
         ]  # fmt: skip
         return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
     S = state.to(q.dtype)
-    beta = torch.ones_like(q[..., 0]) if beta is None else beta
-    decay = torch.ones_like(q[..., 0]) if log_decay is None else log_decay.exp()
-    outputs = []
+    spec, outputs = Spec(rule=rule, read=read), []
     for t in range(q.shape[1]):
-        S, o = core.step(S, *(x[:, t] for x in (q, k, v, beta, decay)), delta=rule == "delta", before=read == "before")
+        token = (None if x is None else x[:, t] for x in (q, k, v, beta, log_decay))
+        S, o = core.step(S, Inputs(*token), spec, torch)
         outputs.append(o)
     return (torch.stack(outputs, 1) if outputs else v), S
 
@@ -75,8 +75,7 @@ class Rounding(TorchDispatchMode):
 
 def rounded(q, k, v, beta=None, log_decay=None, state=None, *, rule, read, cu_seqlens=None):
     """The chunked form in differentiable operators, under `Rounding`."""
-    how = dict(delta=rule == "delta", before=read == "before", chunk_size=64)
-    return autograd.plain(q, k, v, beta, log_decay, state, cu_seqlens, **how)
+    return methods.plain(Inputs(q, k, v, beta, log_decay, state, cu_seqlens), Spec(rule, read, chunk_size=64))
 
 
 def compare(precision="highest", **case):

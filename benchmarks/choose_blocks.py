@@ -9,10 +9,11 @@ import itertools
 import sys
 
 import torch
-import triton
 from triton.testing import do_bench
 
-from fastweights.torch.kernels import backward, blocks, chunks, forward, inverse, pieces, scratch
+from fastweights.core import Inputs, Spec
+from fastweights.torch.kernels import backward, blocks, forward, inverse, spans, tiles
+from fastweights.torch.kernels.plan import Plan
 
 SHAPES = {  # (width of keys and values, more programs than multiprocessors): B, T, H
     (128, True): (8, 4096, 16),
@@ -21,50 +22,82 @@ SHAPES = {  # (width of keys and values, more programs than multiprocessors): B,
     (64, False): (4, 8192, 16),
 }
 CANDIDATES = list(itertools.product((4, 8), (1, 2, 3)))
-HOW = dict(delta=True, before=False, precision="tf32")
+DELTA = Spec(rule="delta")
+
+
+def planned(function, *tensors):
+    """A function without arguments that runs function(plan, *slots of tensors): the tensors of the slots it returns."""
+    plan = Plan(torch.device("cuda", 0), list(tensors))
+    found = function(plan, *plan.inputs)
+    slots = found if isinstance(found, tuple) else (found,)
+    plan.finish()
+
+    def call():
+        everything = plan.run(*tensors)
+        return [None if slot is None else everything[slot.place] for slot in slots]
+
+    return call
 
 
 def stages(width, B, T, H):
-    """{kernel: (table, call)} on one shape."""
+    """{kernel: (table, how to make a call of it with the table as it stands)} on one shape."""
     draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
     q, k = (torch.nn.functional.normalize(draw(B, T, H, width), dim=-1).bfloat16() for _ in range(2))
     v, do = draw(2, B, T, H, width).bfloat16()
     beta, state = draw(B, T, H).sigmoid().bfloat16(), draw(B, H, width, width)
-    layout, by_row = (chunks.Layout.of(q, None, every) for every in (blocks.PIECE, 1))
-    triton.set_allocator(scratch)
-    rates, _ = chunks.rates(beta, None, layout, k)
-    X = inverse.inverse(k, rates, None, layout, "tf32")
-    walk = lambda save, way=layout: forward.walk(q, k, v, rates, None, X, state, way, save=save, **HOW)  # noqa: E731
-    back = lambda way=layout: backward.reverse(q, k, rates, None, X, do, state, way, save=True, **HOW)  # noqa: E731
-    (*_, S, u), (*_, S_rows, _) = walk(True), walk(True, by_row)
-    (dv, _, D), (dy, _, D_rows) = back(), back(by_row)
+    layout, by_row = (tiles.Layout.plain(B, T, every) for every in (blocks.SPAN, 1))
+    (rates,) = planned(lambda p, beta, k: tiles.rates(p, beta, None, layout, k)[0], beta, k)()
+    (X,) = planned(lambda p, k, b: inverse.inverse(p, k, b, None, layout, "tf32"), k, rates)()
+
+    def walk(save, way=layout):
+        run = lambda p, q, k, v, b, X, S: forward.walk(  # noqa: E731
+            p, q, k, v, b, None, X, S, way, DELTA, "tf32", width=width, save=save
+        )
+        return planned(run, q, k, v, rates, X, state)
+
+    def back(way=layout):
+        run = lambda p, q, k, b, X, do, S: backward.reverse(p, q, k, b, None, X, do, S, way, DELTA, "tf32", save=True)  # noqa: E731
+        return planned(run, q, k, rates, X, do, state)
+
+    def local():
+        run = lambda p, q, k, v, beta, b, X, S, D, do, dy: backward.local(  # noqa: E731
+            p, Inputs(q, k, v, beta), b, None, X, S, D, do, dy, by_row, DELTA, "tf32"
+        )
+        tensors = (q, k, v, beta, rates, X, S_rows, D_rows, do)
+        return lambda: planned(run, *tensors, dy.clone())()
+
+    (*_, S, u), (*_, S_rows, _) = walk(True)(), walk(True, by_row)()
+    (dv, _, D), (dy, _, D_rows) = back()(), back(by_row)()
     dk = torch.zeros_like(k)
+    past = lambda p, *x: spans.past(p, *x, layout, DELTA, "tf32")  # noqa: E731
+    future = lambda p, *x: spans.future(p, *x, layout, DELTA, "tf32")  # noqa: E731
     return {
-        "INVERSE": (blocks.INVERSE, lambda: inverse.inverse(k, rates, None, layout, "tf32")),
+        "INVERSE": (blocks.INVERSE, lambda: planned(
+            lambda p, k, b: inverse.inverse(p, k, b, None, layout, "tf32"), k, rates)),
         "WALK": (blocks.WALK, lambda: walk(False)),
         "WALK, saving": (blocks.WALK, lambda: walk(True)),
         "REVERSE": (blocks.REVERSE, back),
-        "PAST": (blocks.PAST, lambda: pieces.past(k, beta, S, do, u, dv, layout, **HOW)),
-        "FUTURE": (blocks.FUTURE, lambda: pieces.future(q, k, D, do, u, dv, dk.zero_(), layout, **HOW)),
-        "LOCAL": (blocks.LOCAL, lambda: backward.local(
-            q, k, v, beta, None, rates, None, X, S_rows, D_rows, do, dy.clone(), by_row, **HOW)),
+        "PAST": (blocks.PAST, lambda: planned(past, k, beta, S, do, u, dv)),
+        "FUTURE": (blocks.FUTURE, lambda: planned(future, q, k, D, do, u, dv, dk.zero_())),
+        "LOCAL": (blocks.LOCAL, local),
     }  # fmt: skip
 
 
 def first(result):
-    return (result[0] if isinstance(result, tuple) else result).float()
+    return result[0].float()
 
 
 def main():
     for (width, many), shape in SHAPES.items():
-        for name, (table, call) in stages(width, *shape).items():
-            key = width if width in table else (width, many)  # True also stands for the delta rule, of pieces
-            if not many and not any(table is x for x in (blocks.WALK, blocks.REVERSE)):  # rows, pieces: measured once
+        for name, (table, make) in stages(width, *shape).items():
+            key = width if width in table else (width, many)  # True also stands for the delta rule, of spans
+            if not many and not any(table is x for x in (blocks.WALK, blocks.REVERSE)):  # rows, spans: measured once
                 continue
-            kept, want, times = table[key], first(call()), {}
+            kept, want, times = table[key], first(make()()), {}
             for candidate in CANDIDATES:
                 table[key] = (*kept[:-2], *candidate)
                 try:
+                    call = make()
                     error = ((first(call()) - want).norm() / want.norm()).item()
                     times[table[key]] = do_bench(call, warmup=5, rep=25, return_mode="median")
                 except Exception as problem:  # too much shared memory, or a kernel that the compiler refuses

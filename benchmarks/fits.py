@@ -14,9 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fastweights.core import Inputs, Spec
 from fastweights.features import parse
 from fastweights.torch import kernels
-from fastweights.torch.kernels import blocks, chunks, dpfp, features
+from fastweights.torch.kernels import blocks
 
 GPUS = {"A100": (80, 163), "RTX 4090": (89, 99), "H200": (90, 227), "B200": (100, 227), "RTX 5090": (120, 99)}  # KiB
 SHAPES = (  # widths of keys, before their features, and values
@@ -30,37 +31,38 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 
 
 def launches(dtype, K, V, delta, rates, name, hopper):
-    """(kernel, tensors, numbers, constants, options) of a forward and a backward pass."""
-    found = []
-    record = lambda kernel, grid, *rest, **options: found.append((kernel, *rest, options))  # noqa: E731
+    """The launches of a forward and a backward pass, as `Launch` records."""
     q, k, v = (torch.zeros(1, 128, 2, width, dtype=dtype) for width in (K, K, V))
     beta = torch.zeros(1, 128, 2, dtype=dtype) if rates or delta else None
-    inputs = (q, k, v, beta, beta if rates else None, torch.zeros(1, 2, parse(name).width(K), V), None)
-    how = (delta, False, name, "none" if name == "identity" else "l2")
-    engine = lambda layout, q, BK, V, BV: hopper and q.shape[-1] == BK and V % BV == 0 and dtype != torch.float32  # noqa: E731
-    with (
-        patch.object(chunks, "start", record), patch.object(features, "start", record),
-        patch.object(dpfp, "start", record), patch.object(blocks, "copied_by_engine", engine),
-        patch.object(blocks, "_multiprocessors", lambda device: 132),
-    ):  # fmt: skip
-        o, _, *saved = kernels.run_forward(*inputs, *how, True)
-        kernels.run_backward(o, None, *inputs, *saved, *how)
-    return found
+    state = torch.zeros(1, 2, parse(name).width(K), V)
+    inputs = Inputs(q, k, v, beta, beta if rates else None, state)
+    spec = Spec("delta" if delta else "sum", features=name, norm="none" if name == "identity" else "l2")
+    tma = lambda layout, q, BK, V, BV: hopper and q.shape[-1] == BK and V % BV == 0 and dtype != torch.float32  # noqa: E731
+    with patch.object(blocks, "uses_tma", tma), patch.object(blocks, "_multiprocessors", lambda device: 132):
+        shapes = kernels.Shapes(inputs, spec)
+        given = [*kernels.ready(inputs, spec), *shapes.tables]
+        saved = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in kernels.saves(inputs, spec, 1)]
+        plans = (
+            kernels.plan_forward(given, inputs, spec, shapes, save=True),
+            kernels.plan_backward([v, None, *given, *saved], inputs, spec, shapes),
+        )
+    return [launch for plan in plans for launch in plan.launches]
 
 
 def shared(job, arch):
     """KiB of shared memory."""
-    kernel, tensors, numbers, constants, options = job
     signature, fixed, aligned = {}, {}, {}
-    for n, (name, x) in enumerate(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True)):
-        if isinstance(x, torch.Tensor):
-            signature[name], aligned[n,] = POINTERS[x.dtype], [["tt.divisibility", 16]]
-        elif n < len(tensors) or n >= len(tensors) + len(numbers):
+    kernel, pointers, numbers = job.kernel, len(job.dtypes), len(job.numbers)
+    arguments = (*job.dtypes, *job.numbers, *job.constants)
+    for n, (name, x) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
+        if n < pointers and x is not None:
+            signature[name], aligned[n,] = POINTERS[x], [["tt.divisibility", 16]]
+        elif n < pointers or n >= pointers + numbers:
             signature[name], fixed[n,] = "constexpr", x
         else:
             signature[name] = "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared / 1024
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(job.options)).metadata.shared / 1024
 
 
 def distinct(hopper):
@@ -69,8 +71,10 @@ def distinct(hopper):
     for (dtype, name, widths), (delta, rates) in itertools.product(SHAPES, RULES):
         for K, V in widths:
             for job in launches(dtype, K, V, delta, rates, name, hopper):
-                types = tuple(None if x is None else x.dtype for x in job[1])
-                found[job[0], types, job[3]] = job, f"{dtype}, {name} {K} x {V}, delta {delta}, decay {rates}"
+                found[job.kernel, job.dtypes, job.constants] = (
+                    job,
+                    f"{dtype}, {name} {K} x {V}, delta {delta}, decay {rates}",
+                )
     return list(found.values())
 
 
@@ -81,7 +85,7 @@ def main(*names):
         jobs = distinct(hopper=arch == 90)
         with ThreadPoolExecutor() as pool:
             needs = list(pool.map(lambda job: shared(job[0], arch), jobs))  # noqa: B023
-        over = [(need, job[0], where) for need, (job, where) in zip(needs, jobs, strict=True) if need > room]
+        over = [(need, job.kernel, where) for need, (job, where) in zip(needs, jobs, strict=True) if need > room]
         failures += len(over)
         print(f"{gpu}: {len(jobs)} kernels, at most {max(needs):.0f} of {room} KiB, {len(over)} do not fit", flush=True)
         for need, kernel, where in over:

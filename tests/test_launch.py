@@ -93,10 +93,10 @@ def test_a_plan_allocates_computes_and_returns_the_tensors_of_its_slots():
     room = a_plan.empty((3,), torch.float64)
     first, second = a_plan.run(*given), a_plan.run(torch.ones(4), None)
     assert a_plan.inputs[1] is None
-    assert torch.equal(first[double.index], torch.tensor([0.0, 2.0, 4.0, 6.0]))
-    assert torch.equal(second[double.index], torch.full((4,), 2.0))
-    assert first[room.index].shape == (3,)
-    assert first[room.index].data_ptr() != second[room.index].data_ptr()
+    assert torch.equal(first[double.place], torch.tensor([0.0, 2.0, 4.0, 6.0]))
+    assert torch.equal(second[double.place], torch.full((4,), 2.0))
+    assert first[room.place].shape == (3,)
+    assert first[room.place].data_ptr() != second[room.place].data_ptr()
 
 
 def test_plans_of_lengths_that_never_repeat_do_not_pile_up():

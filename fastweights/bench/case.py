@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from fastweights import features
 from fastweights.core import Inputs, Spec
 from fastweights.torch.methods import map_plainly
 from fastweights.torch.ops import METHODS, choose, fast_weight

@@ -7,7 +7,8 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights import core, fwl
+from fastweights import fwl
+from fastweights.checks import debugging
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.keras.dtypes import accumulation_dtype
@@ -234,7 +235,7 @@ class FWLBlock(keras.layers.Layer):
         fwl.check_shapes(self.config, x, labels, weights, self.slow_weights["dense1"].shape[0])
         if len(labels.shape) == 3:
             labels = ops.argmax(labels, -1)
-        if not getattr(labels, "is_cuda", False) or core.debugging():  # there it would wait for the device
+        if not getattr(labels, "is_cuda", False) or debugging():  # there it would wait for the device
             found, w = _values(labels), _values(weights)
             if found is not None and w is not None and found.size:
                 bad = w[~((w >= 0) & np.isfinite(w))]

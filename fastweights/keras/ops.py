@@ -85,7 +85,7 @@ def fast_weight(
     arrays = (q, k, v, beta, log_decay, state, cu_seqlens, mask)
     inputs = Inputs(*(None if x is None else ops.convert_to_tensor(x) for x in arrays))
     phi = parse_fixed(features)
-    spec = Spec.make(rule, read, phi.name, norm, chunk_size)
+    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, chunk_size)
     check_method(method, METHODS)
     check(inputs, width=phi.width)
     if spec.maps:

@@ -16,7 +16,8 @@ import torch
 
 from fastweights.core import TOKENS, Inputs, refuses_chunks
 from fastweights.torch import methods
-from fastweights.torch.methods import Method, accumulation_dtype, add, state_shape
+from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.methods import Method, add, state_shape
 from fastweights.torch.packing import Chunks, bound, steps_in_cache
 from fastweights.torch.triangular import inverse
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from fastweights import core, fwl
+from fastweights import fwl
+from fastweights.checks import debugging
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
@@ -284,7 +285,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights)
 
     def _in_vocabulary(self, labels, weights):
-        if not torch.compiler.is_compiling() and labels.numel() and (not labels.is_cuda or core.debugging()):
+        if not torch.compiler.is_compiling() and labels.numel() and (not labels.is_cuda or debugging()):
             low, high = torch.aminmax(labels)
             bad = weights[~((weights >= 0) & weights.isfinite())]
             fwl.check_values(self.config, int(low), int(high), float(bad[0]) if len(bad) else 0.0)

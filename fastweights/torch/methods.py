@@ -15,6 +15,7 @@ from torch import Tensor
 from fastweights import core
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.torch import hand_gradients
+from fastweights.torch.dtypes import accumulation_dtype
 
 GIVEN = ARRAYS + 1  # arrays of Inputs that methods see: the differentiable ones and cu_seqlens
 
@@ -129,11 +130,6 @@ def needs_gradient(inputs: Inputs) -> bool:
 def is_watched() -> bool:
     """Whether a compiler or a transform looks on, which must see operators instead of what they do."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the memory accumulates in: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def state_shape(inputs: Inputs, spec: Spec) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from fastweights.checks import check, check_method, check_values, debugging
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 from fastweights.torch import hand_gradients
-from fastweights.torch.methods import accumulation_dtype, is_watched, map_plainly, needs_gradient, state_shape
+from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.methods import is_watched, map_plainly, needs_gradient, state_shape
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -28,12 +29,16 @@ def module_of(method: str) -> Any:
     It is imported when first used: registering operators and importing Triton cost time.
     """
     if method == "recurrent":
-        from fastweights.torch import token_loop as module
-    elif method == "chunked":
-        from fastweights.torch import chunked as module
-    else:
-        from fastweights.torch import kernels as module
-    return module
+        from fastweights.torch import token_loop
+
+        return token_loop
+    if method == "chunked":
+        from fastweights.torch import chunked
+
+        return chunked
+    from fastweights.torch import kernels
+
+    return kernels
 
 
 def fast_weight(
@@ -139,8 +144,8 @@ def _look_up(inputs, *switches):
 
 def _decide(inputs, rule, read, features, norm, method, chunk_size):
     """Check the arguments of a call and choose its method."""
-    spec = Spec.make(rule, read, features, norm, chunk_size)
     phi = parse_fixed(features)
+    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, chunk_size)
     check_method(method, METHODS)
     check(inputs, width=phi.width)
     _check_devices(inputs)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights.checks import check_offsets
-from fastweights.torch.methods import accumulation_dtype
+from fastweights.torch.dtypes import accumulation_dtype
 
 SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from fastweights import core
 from fastweights.checks import check_offsets
 from fastweights.core import TOKENS, Inputs, Spec
-from fastweights.torch.methods import accumulation_dtype, state_shape
+from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.methods import state_shape
 
 
 def refuses(inputs: Inputs, spec: Spec) -> None:

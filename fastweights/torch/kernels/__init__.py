@@ -165,7 +165,7 @@ def plan_forward(given: list, inputs: Inputs, spec: Spec, shapes: Shapes, save: 
         last = lambda S: S[n - 1 :: n].contiguous()  # noqa: E731
         state = plan.compute(last, (state,), (B, *state.shape[1:]), state.dtype)
     saved = [X, S, _shaped(plan, u, inputs.v.shape)] if save else []
-    plan.results = [slot.index for slot in (o, state, *saved) if slot is not None]
+    plan.results = [slot.place for slot in (o, state, *saved) if slot is not None]
     return plan
 
 
@@ -200,7 +200,7 @@ def plan_backward(given: list, inputs: Inputs, spec: Spec, shapes: Shapes) -> Pl
     elif n > 1:
         first = lambda D: D[::n].contiguous()  # noqa: E731
         dstate = plan.compute(first, (dstate,), inputs.state.shape, dstate.dtype)
-    plan.results = [None if slot is None else slot.index for slot in (*grads, dstate)]
+    plan.results = [None if slot is None else slot.place for slot in (*grads, dstate)]
     return plan
 
 

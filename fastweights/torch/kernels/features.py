@@ -164,7 +164,7 @@ def features(x: Tensor, kind: str, size: int, norm: str) -> Tensor:
     plan = _plans.get(key)
     if plan is None:
         plan = Plan(x.device, [x])
-        plan.results = plan_forward(plan, plan.inputs[0], tuple(shape), FeatureMap(kind, size), norm).index
+        plan.results = plan_forward(plan, plan.inputs[0], tuple(shape), FeatureMap(kind, size), norm).place
         keep(_plans, key, plan)
     return plan.run(x)[plan.results]
 
@@ -179,7 +179,9 @@ def features_backward(dy: Tensor, x: Tensor, kind: str, size: int, norm: str) ->
     plan = _plans.get(key)
     if plan is None:
         plan = Plan(x.device, [dy, x])
-        plan.results = plan_backward(plan, *plan.inputs, tuple(shape), FeatureMap(kind, size), norm).index
+        plan.results = plan_backward(
+            plan, plan.inputs[0], plan.inputs[1], tuple(shape), FeatureMap(kind, size), norm
+        ).place
         keep(_plans, key, plan)
     return plan.run(dy, x)[plan.results]
 

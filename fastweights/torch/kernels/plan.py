@@ -17,7 +17,7 @@ from fastweights.torch.kernels.launch import Launch, compile_together, current_s
 class Slot(NamedTuple):
     """A tensor of a plan: where it stands, and what it will be. `stride` is that of an input."""
 
-    index: int
+    place: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -39,7 +39,7 @@ class Plan:
 
     def __init__(self, device: torch.device, given: list[Tensor | None]):
         self.device = device
-        self.inputs = [
+        self.inputs: list[Any] = [
             None if x is None else Slot(i, tuple(x.shape), x.dtype, device, x.stride()) for i, x in enumerate(given)
         ]
         self.buffers: list[Any] = [None] * len(given)  # per slot: (shape, dtype) to allocate, a constant, or None
@@ -58,12 +58,12 @@ class Plan:
     def compute(self, function: Callable, slots: tuple[Slot | None, ...], shape: tuple, dtype: torch.dtype) -> Slot:
         """A slot for function(*tensors in slots), which PyTorch computes at this point of the plan."""
         out = self._slot(None, tuple(shape), dtype)
-        self.steps.append((function, tuple(None if s is None else s.index for s in slots), out.index))
+        self.steps.append((function, tuple(None if s is None else s.place for s in slots), out.place))
         return out
 
     def launch(self, kernel: Any, grid: tuple, slots: tuple, numbers: tuple, constants: tuple, **options: int) -> None:
         """kernel[grid](*slots, *numbers, *constants) at this point of the plan."""
-        places = tuple(None if s is None else s.index for s in slots)
+        places = tuple(None if s is None else s.place for s in slots)
         dtypes = tuple(None if s is None else s.dtype for s in slots)
         self.steps.append(Launch(kernel, grid, places, dtypes, numbers, constants, tuple(options.items())))
 

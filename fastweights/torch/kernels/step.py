@@ -80,7 +80,7 @@ def _plan(plan, spec):
     phi = parse(spec.features)
     K = phi.width(D)
     o = plan.empty(v.shape, v.dtype)
-    plan.results = o.index
+    plan.results = o.place
     if after.numel():
         BK = max(16, 1 << (K - 1).bit_length())
         plan.launch(
