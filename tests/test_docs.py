@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
-    {"__init__"}, {"core"}, {"files", "framework", "literals", "features", "sequential", "fwl"},
+    {"__init__"}, {"core"}, {"checks"}, {"files", "framework", "literals", "features", "sequential", "fwl"},
     {"attention_config", "refresh"},
     {"attention"}, {"torch", "jax", "keras"}, {"text"}, {"models"}, {"lm", "hf"}, {"lab", "inspect"}, {"bench"},
     {"cli"}, {"__main__"},

@@ -9,7 +9,9 @@ Shapes: B sequences, L pairs, A copies of the model (seeds), side by side as hea
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +68,13 @@ class Task:
 
 
 def effective(
-    norm: str, features: str, raw: Tensor, beta: Tensor, *, projection: Tensor | None = None, z: Tensor | None = None
+    norm: str,
+    features: str | Callable[[Any], Any],
+    raw: Tensor,
+    beta: Tensor,
+    *,
+    projection: Tensor | None = None,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys (B, L, A, K) and rates (B, L, A) of the plain delta rule that writes the same, and z (B, A, K) after.
 
