@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench memory": bench.memory,
     "bench lengths": bench.lengths,
     "bench layers": bench.layers,
+    "bench host": bench.host,
     "bench fwl": bench.fwl,
     "bench lm": bench.lm,
     "bench decode": bench.decode,

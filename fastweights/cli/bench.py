@@ -203,6 +203,35 @@ def layers(
     _write(path, report.payload("cpu") | {"layers": bench_layers.payload(results, sizes)})
 
 
+def host(
+    device: On = Device.cpu,
+    dtype: Inputs = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help='Time torch.compile of the layer "deltanet" too.'),
+    ] = False,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per contestant, of 20 calls each.")] = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time what a call costs the host in eager mode: the operation, each layer and one block, beside attention's own.
+
+    For example: `fastweights bench host --device cuda --compile`
+    """
+    path = _start("bench host", device, "host", smoke, json)
+    import torch
+
+    from fastweights.bench import host as bench_host
+    from fastweights.bench import report
+
+    shape, kind = bench_host.SMOKE if smoke else bench_host.SHAPE, getattr(torch, _dtype(dtype, device))
+    samples = repeats or (1 if smoke else 10)
+    with _agreeing(bench_host.steps(samples, compiled)) as advance:
+        results = bench_host.run(shape, device, kind, samples, compiled=compiled, advance=advance)
+    bench_host.show(results, shape, device, kind, Console())
+    _write(path, report.payload(device) | {"host": bench_host.payload(results, shape, kind)})
+
+
 def fwl(device: On = Device.cpu, repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
     """Time a Fast Weight Layer: on a CPU a training step with and without it, on a GPU the block alone.
 

@@ -1,0 +1,161 @@
+"""`fastweights bench host`: what a call costs the host in eager mode, in microseconds.
+
+On a GPU the host only queues work; small calls are as slow as the host is. Each sample times a row of calls without
+waiting for the device in between.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fastweights.attention_config import PRESETS
+from fastweights.bench.agree import Disagreement, deviation
+from fastweights.bench.case import Case
+from fastweights.bench.peers import PEERS
+from fastweights.bench.report import new_table
+from fastweights.bench.timing import Advance
+from fastweights.models.config import Config
+from fastweights.models.language_model import Block
+from fastweights.torch import FastWeightAttention, fast_weight
+
+SHAPE = (1, 256, 4, 64)  # B, T, H, K = V
+SMOKE = (1, 32, 2, 8)
+CALLS = 20  # per sample
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Result:
+    """Microseconds per call, the median of the samples: without gradients, and forward+backward."""
+
+    name: str
+    forward: float
+    both: float
+
+
+def _operations(shape, device, dtype):
+    """The operation beside attention's own and what peers are installed."""
+    B, T, H, K = shape
+    make = lambda: torch.randn(B, T, H, K, device=device, dtype=dtype)  # noqa: E731
+    q, k, v = make(), nn.functional.normalize(make(), dim=-1), make()
+    beta = torch.rand(B, T, H, device=device, dtype=dtype)
+    for x in (q, k, v, beta):
+        x.requires_grad_()
+    _check(q, k, v, beta)
+    first = [x.transpose(1, 2).contiguous().detach().requires_grad_() for x in (q, k, v)]
+    calls = {
+        "fast_weight, delta": (lambda: fast_weight(q, k, v, beta=beta)[0], [q, k, v, beta]),
+        "fast_weight, sum": (lambda: fast_weight(q, k, v, rule="sum")[0], [q, k, v]),
+        "scaled_dot_product_attention": (
+            lambda: nn.functional.scaled_dot_product_attention(*first, is_causal=True), first),
+    }  # fmt: skip
+    for peer in PEERS:
+        if peer.name == "FLA" and device == "cuda":
+            found = peer.contestant(Case("delta", (B, T, H, K, K), device, "bfloat16"))
+            if not isinstance(found, str):
+                calls["FLA, delta"] = (lambda found=found: found.call(q, k, v, beta)[0], [q, k, v, beta])
+    return calls
+
+
+def _check(q, k, v, beta):
+    """Raise unless what is timed is the equation."""
+    with torch.no_grad():
+        exact = fast_weight(*(x.double() for x in (q, k, v)), beta=beta.double(), method="recurrent")[0]
+        error = deviation(fast_weight(q, k, v, beta=beta)[0], exact)
+    if not error <= TOLERANCE[q.dtype]:
+        raise Disagreement(f"fast_weight deviates from float64 by {error:.1e} of the largest number; allowed "
+                           f"{TOLERANCE[q.dtype]:.0e}. Nothing is reported.")  # fmt: skip
+
+
+def _layers(shape, device, dtype, names):
+    """Layers, one block of the language model, and attention's own layer."""
+    B, T, H, K = shape
+    dim = H * K
+    x = torch.randn(B, T, dim, device=device, dtype=dtype, requires_grad=True)
+    to = dict(device=device, dtype=dtype)
+    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
+    for name in names:
+        layer = FastWeightAttention.preset(name, dim, H, **to)
+        calls[f"layer, {name}"] = (lambda layer=layer: layer(x)[0], [x, *layer.parameters()])
+    softmax = nn.MultiheadAttention(dim, H, batch_first=True, **to)
+    mask = nn.Transformer.generate_square_subsequent_mask(T, device=device, dtype=dtype)
+    attend = lambda: softmax(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]  # noqa: E731
+    calls["nn.MultiheadAttention"] = (attend, [x, *softmax.parameters()])
+    block = Block(Config(dim=dim, heads=H, depth=1, model="gated-delta"), "gated-delta", **to)
+    calls["block, gated-delta"] = (lambda: block(x)[0], [x, *block.parameters()])
+    return calls
+
+
+def run(
+    shape: Sequence[int],
+    device: str,
+    dtype: torch.dtype,
+    repeats: int,
+    *,
+    compiled: bool,
+    advance: Advance,
+) -> list[Result]:
+    """Time everything in turns; compiled: also torch.compile of the layer "deltanet"."""
+    calls = _operations(shape, device, dtype) | _layers(shape, device, dtype, PRESETS)
+    if compiled:
+        call, leaves = calls["layer, deltanet"]
+        calls["layer, deltanet, torch.compile"] = (torch.compile(call), leaves)
+    samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for turn in range(repeats + 1):
+        for name, (call, leaves) in calls.items():
+            up = torch.ones_like(call())
+            both = lambda call=call, leaves=leaves, up=up: torch.autograd.grad(call(), leaves, up)  # noqa: E731
+            with torch.no_grad():
+                forward_time = _row(call, wait)
+            both_time = _row(both, wait)
+            if turn:  # the first one warms up
+                samples[name][0].append(forward_time)
+                samples[name][1].append(both_time)
+            advance(name, 1)
+    return [Result(name, _median(forward), _median(both)) for name, (forward, both) in samples.items()]
+
+
+def _row(call, wait):
+    """Microseconds of the host per call, in a row of calls."""
+    call()
+    wait()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    elapsed = time.perf_counter() - start
+    wait()
+    return 1e6 * elapsed / CALLS
+
+
+def _median(samples):
+    return sorted(samples)[len(samples) // 2]
+
+
+def steps(repeats: int, compiled: bool) -> int:
+    """How often `run` advances."""
+    return (repeats + 1) * (len(PRESETS) + 6 + compiled)
+
+
+def show(results: Sequence[Result], shape: Sequence[int], device: str, dtype: torch.dtype, console: Console) -> None:
+    B, T, H, K = shape
+    kind = str(dtype).removeprefix("torch.")
+    title = f"the host's microseconds per call, eager, (B, T, H, K) = ({B}, {T}, {H}, {K}), {kind} on {device}"
+    table = new_table(title)
+    for heading in ("", "forward", "forward+backward"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for result in results:
+        table.add_row(result.name, f"{result.forward:.0f}", f"{result.both:.0f}")
+    console.print(table)
+
+
+def payload(results: Sequence[Result], shape: Sequence[int], dtype: torch.dtype) -> dict[str, object]:
+    return {
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "microseconds": {r.name: {"forward": r.forward, "forward_backward": r.both} for r in results},
+    }
