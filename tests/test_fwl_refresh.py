@@ -11,7 +11,7 @@ from torch import nn
 
 from fastweights import FastWeightError
 from fastweights.refresh import RefreshState
-from fastweights.torch import DynamicEvaluation, FWLBlock, make_labels
+from fastweights.torch import DynamicEvaluation, FWLBlock, held, make_labels
 
 WITHIN = ["held", "cumulative"]
 OPTIONS = [dict(), dict(decay=0.9), dict(clip=0.05), dict(fast_bias=False, shared_norm_step=True)]
@@ -226,6 +226,39 @@ def test_streams_at_different_places_go_on_together(within):
         want = block.run(x[i : i + 1, :e], labels[i : i + 1, :e], weights[i : i + 1, :e]).state
         for name, s, t in zip(RefreshState._fields, out.state, want, strict=True):
             assert_close(numpy(s[i : i + 1]), numpy(t), name=name)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("how", [*OPTIONS, dict(log_steps=True, decay=0.9, clip=0.05)], ids=str)
+def test_reading_by_hand_equals_the_differentiable_pass(how, direct, monkeypatch):
+    """Without gradients the chunk step is another piece of code: in place, and the vocabulary in blocks if large."""
+    if not direct:
+        monkeypatch.setattr(held, "DIRECT", 0)
+    block = make(normalizer=3.0, refresh=3, **how)
+    x, labels, weights = problem(1, 24)
+    cu = torch.tensor([0, 7, 7, 8, 20, 24])
+    first = block.run(x, labels, weights, cu_seqlens=cu)
+    before = [s.clone() for s in first.state]
+    want = block.run(x, labels, weights, first.state, cu_seqlens=cu)
+    with torch.no_grad():
+        got = block.run(x, labels, weights, first.state, cu_seqlens=cu)
+    for name in ("logits", "loss", "slow_loss"):
+        assert_close(numpy(getattr(got, name)), numpy(getattr(want, name)), name=name)
+    for name, a, b in zip(RefreshState._fields, got.state, want.state, strict=True):
+        assert_close(numpy(a), numpy(b), name=name)
+    for name, a, b in zip(RefreshState._fields, first.state, before, strict=True):
+        assert torch.equal(a, b), name  # the state that was given is as it was
+
+
+def test_reading_by_hand_in_bfloat16_keeps_wide_weights():
+    torch.set_default_dtype(torch.float32)
+    block = FWLBlock(16, 50, inputs=8, refresh=16, normalizer=4.0, step_size=0.2)
+    x, tokens = torch.randn(2, 70, 8), torch.randint(50, (2, 70))
+    want = block.run(x, *make_labels(tokens))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got = block.run(x, *make_labels(tokens))
+    assert got.state.dense1.dtype == torch.float32
+    torch.testing.assert_close(got.loss, want.loss, rtol=0.1, atol=0.1)
 
 
 def test_rows_of_a_batch_are_each_alone():

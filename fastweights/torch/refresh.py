@@ -16,7 +16,7 @@ from fastweights import fwl, refresh
 from fastweights.framework import Ops
 from fastweights.fwl import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
-from fastweights.torch import head
+from fastweights.torch import head, held
 from fastweights.torch.dtypes import accumulation_dtype
 
 Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
@@ -102,9 +102,14 @@ def run(
     new = [T] * B if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens.tolist())]
     assert config.refresh is not None
     layout = plan(waiting, new, config.refresh, held=config.within == "held")
-    ops = _with_words(ops, p, x)
+    words, c = _words(p, x)
+    ops = _with_words(ops, words, c)
     tokens = _laid_out((x, labels, share), state, layout, waiting, new)
-    outputs, learned = _loop(config, ops, p, tokens, state[:3], layout, score)
+    learned = _ordered(state[:3], layout)
+    if config.within == "held" and not _differentiates():
+        outputs, learned = held.read(config, p, learned, tokens, layout.calls, words, c, score=score)
+    else:
+        outputs, learned = _loop(config, ops, p, tokens, learned, layout, score)
     loss = _gathered([loss for _, loss in outputs], layout, B, T) if score else None
     fast = None
     if logits:
@@ -113,10 +118,19 @@ def run(
     return FWLOutput(fast, loss, slow_loss, _state_after(config, tokens, (x, labels, share), state, learned, layout))
 
 
-def _with_words(ops, p, x):
-    """ops whose head and loss have the output embedding ready, once for all chunks."""
+def _differentiates():
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() or transformed
+
+
+def _words(p, x):
+    """The output embedding in the dtype of the products, once for all chunks."""
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    words, c = head.rows(p["unembed"], p["unembed_bias"], dtype)
+    return head.rows(p["unembed"], p["unembed_bias"], dtype)
+
+
+def _with_words(ops, words, c):
+    """ops whose head and loss have the output embedding ready."""
     return ops._replace(
         head=lambda n, E, bias, labels: head.scored(n, words, c, labels),
         loss=lambda n, E, bias, labels: head.scored(n, words, c, labels, gradient=False)[0],
@@ -124,14 +138,14 @@ def _with_words(ops, p, x):
 
 
 def _laid_out(tokens, state, layout, waiting, new) -> Sequences:
-    held = state.pending, state.labels, state.shares
+    waits = state.pending, state.labels, state.shares
     if layout.source is None:
         n = waiting[0] if waiting else 0
         tokens = tuple(y.flatten(0, 1).unflatten(0, (len(new), -1)) for y in tokens)  # packed documents of one length
         return (
-            tuple(torch.cat([h[:, :n].to(y.dtype), y], 1) for h, y in zip(held, tokens, strict=True)) if n else tokens
+            tuple(torch.cat([h[:, :n].to(y.dtype), y], 1) for h, y in zip(waits, tokens, strict=True)) if n else tokens
         )
-    return tuple(_pick(y, h, layout.source) for y, h in zip(tokens, held, strict=True))
+    return tuple(_pick(y, h, layout.source) for y, h in zip(tokens, waits, strict=True))
 
 
 def _pick(new, held, where):
@@ -140,11 +154,16 @@ def _pick(new, held, where):
     return torch.cat([new, held, torch.zeros_like(held[:1])])[torch.from_numpy(where).to(new.device)]
 
 
+def _ordered(learned, layout):
+    """What the sequence in each row has learned."""
+    if layout.order is None:
+        return learned
+    at = torch.from_numpy(layout.order).to(learned[0].device)
+    return tuple(S[at] for S in learned)
+
+
 def _loop(config, ops, p, tokens, learned, layout, score):
     """The features and losses of each call, and what each row has learned before its last chunk."""
-    if layout.order is not None:
-        at = torch.from_numpy(layout.order).to(tokens[0].device)
-        learned = tuple(S[at] for S in learned)
     outputs, final = [], []
     for call in layout.calls:
         rows, part = slice(call.a, call.b), [y[call.a : call.b, call.c : call.d] for y in tokens]
@@ -171,7 +190,7 @@ def _gathered(parts, layout, B, T):
 
 def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
     C = config.refresh
-    held = state.pending, state.labels, state.shares
+    waits = state.pending, state.labels, state.shares
     if layout.rest is None:
         length = layout.lengths[0] if layout.lengths else 0
         begin = max(length - 1, 0) // C * C
@@ -180,10 +199,10 @@ def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
         count = torch.full_like(state.waiting, length - begin)
     else:
         at = torch.from_numpy(np.argsort(layout.order)).to(state.waiting.device)  # from rows back to sequences
-        rest = [_pick(y, h, layout.rest)[at] for y, h in zip(new, held, strict=True)]
+        rest = [_pick(y, h, layout.rest)[at] for y, h in zip(new, waits, strict=True)]
         counts = [n - max(n - 1, 0) // C * C for n in layout.lengths]
         count, learned = torch.tensor(counts, device=at.device)[at], tuple(S[at] for S in learned)
-    pending, labels, shares = (y.to(h.dtype) for y, h in zip(rest, held, strict=True))
+    pending, labels, shares = (y.to(h.dtype) for y, h in zip(rest, waits, strict=True))
     return RefreshState(learned[0], learned[1], learned[2], pending, labels, shares, count)
 
 

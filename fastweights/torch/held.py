@@ -1,0 +1,146 @@
+"""Reading with a held Fast Weight Layer where nothing is to be differentiated: the chunk step by hand, in place.
+
+The mathematics is that of fastweights/refresh.py, in some 25 operations per chunk: the fast weights of every sequence
+are kept as they are, W + S, and each closed chunk changes them in place. Nothing here waits for a device, and shapes
+depend on the layout alone, so that a CUDA graph can capture it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.fwl import FWLConfig
+from fastweights.torch import head
+
+DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
+
+
+class Weights(NamedTuple):
+    """The six tensors that learn, one of each per sequence: matrices (N, in, out), vectors (N, 1, out)."""
+
+    dense1: Tensor
+    bias1: Tensor
+    dense2: Tensor
+    bias2: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def rows(self, a: int, b: int) -> "Weights":
+        return Weights(*(w[a:b] for w in self))
+
+
+def read(config: FWLConfig, p: dict, learned: tuple, tokens: tuple, calls: list, words: Tensor, c: Tensor, *,
+         score: bool) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """The features and losses of each call, and what each row has learned before its last chunk.
+
+    learned: the first three of a RefreshState;  tokens: x (N, L, D), labels and shares (N, L);  words (V, size) and
+    c (V,): the output embedding, in the dtype of the products.
+    """
+    x, labels, shares = tokens
+    trained = Weights(*(p[name] if p[name].dim() == 2 else p[name][None] for name in Weights._fields))
+    weights = Weights(
+        *((w + s).contiguous() for w, s in zip(trained, _parts(config, learned, x.shape[-1]), strict=True))
+    )
+    outputs = []
+    with torch.autocast(x.device.type, enabled=False):
+        x, shares = x.to(words.dtype), shares.to(words.dtype)[..., None]
+        steps = _steps(config, p["steps"]).to(words.dtype)
+        keys = x * (2.0 * steps[0])
+        sums = steps[:, None, None, None].expand(-1, len(x), 1, config.refresh)  # a step for each token of a chunk
+        for call in calls:
+            part = slice(call.a, call.b), slice(call.c, call.d)
+            W = weights.rows(call.a, call.b)
+            now = W if W.dense1.dtype == words.dtype else Weights(*(w.to(words.dtype) for w in W))
+            r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
+            loss = None
+            if call.close:
+                loss, dn = _score(n, words, c, labels[part], gradient=True)
+                gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
+                if config.decay is not None:
+                    for w, t in zip(W, trained, strict=True):
+                        w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**config.refresh)
+                _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
+            elif score:
+                loss, _ = _score(n, words, c, labels[part], gradient=False)
+            outputs.append((n, loss))
+    change = [w - t for w, t in zip(weights, trained, strict=True)]
+    pairs = torch.cat(change[:2], 1), torch.cat(change[2:4], 1), torch.cat(change[4:], 2)
+    return outputs, (pairs[0][:, None], pairs[1][:, None], pairs[2][:, None])
+
+
+def _forward(config, W, x):
+    r = torch.baddbmm(W.bias1, x, W.dense1).relu_()
+    a = r * r
+    y = torch.baddbmm(W.bias2, a, W.dense2)
+    xhat, mean, rstd = torch.native_layer_norm(y, (config.size,), None, None, config.eps)
+    return r, a, y, xhat, mean, rstd, torch.addcmul(W.shift, xhat, W.scale)
+
+
+def _backward(config, W, r, y, xhat, mean, rstd, dn):
+    """Per token: half of the gradient at h, whose square has the slope 2 relu(h); those at y, of scale and of shift."""
+    layer_norm = torch.ops.aten.native_layer_norm_backward
+    dy = layer_norm(dn * W.scale, y, (config.size,), mean, rstd, None, None, (True, False, False))[0]
+    dh = torch.bmm(dy, W.dense2.mT).mul_(r)
+    dscale = dn * xhat
+    if config.clip is not None:
+        dh = _clipped(dh, config.clip / 2)
+        dy, dscale, dn = (_clipped(g, config.clip) for g in (dy, dscale, dn))
+    return dh, dy, dscale, dn
+
+
+def _learn(W, keys, a, steps, sums, dh, dy, dscale, dn):
+    """W minus steps times summed gradients, in place.  keys: x times twice its step;  sums (6, N, 1, C): the steps."""
+    _subtract(W.dense1, keys.mT, dh)
+    _subtract(W.bias1, sums[1] + sums[1], dh)
+    _subtract(W.dense2, a.mT, dy * steps[2])
+    _subtract(W.bias2, sums[3], dy)
+    _subtract(W.scale, sums[4], dscale)
+    _subtract(W.shift, sums[5], dn)
+
+
+def _subtract(w, keys, gradients):
+    """w -= keys gradients, where w may be wider than they are."""
+    if w.dtype == keys.dtype:
+        w.baddbmm_(keys, gradients, alpha=-1)
+    else:
+        w -= torch.bmm(keys, gradients)
+
+
+def _score(n, words, c, labels, *, gradient):
+    """Loss (N, T) of each label, in float32 or wider, and its gradient at n (N, T, size)."""
+    flat, y = n.flatten(0, 1), labels.flatten()
+    if flat.is_cuda or len(flat) * len(words) > DIRECT:
+        ones = torch.ones(y.shape, dtype=torch.promote_types(n.dtype, torch.float32), device=n.device)
+        log_sum, dn, _, _ = head.score(flat, words, c, y, ones, gradient=gradient, learn=False)
+        loss = head.losses(flat, words, c, y, log_sum)
+        return loss.view(labels.shape), None if dn is None else dn.view(n.shape)
+    logits = torch.addmm(c, flat, words.mT)
+    log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), 1)
+    loss = log_p.gather(1, y[:, None]).neg_()
+    if not gradient:
+        return loss.view(labels.shape), None
+    p = log_p.exp_()
+    p.scatter_add_(1, y[:, None], torch.full_like(loss, -1.0))
+    return loss.view(labels.shape), torch.mm(p.to(words.dtype), words).view(n.shape)
+
+
+def _parts(config, learned, D):
+    """What was learned, tensor by tensor."""
+    dense1, dense2, norm = (S[:, 0] for S in learned)
+    F, size = config.hidden_width, config.size
+    return dense1[:, :D], dense1[:, D:], dense2[:, :F], dense2[:, F:], norm[..., :size], norm[..., size:]
+
+
+def _steps(config, steps):
+    steps = steps.exp() if config.log_steps else steps
+    keep = torch.ones_like(steps)
+    if not config.fast_bias:
+        keep[1] = keep[3] = 0
+    steps = steps * keep
+    return torch.cat([steps[:5], steps[4:5]]) if config.shared_norm_step else steps
+
+
+def _clipped(g, most):
+    length = g.square().sum(-1, keepdim=True).add_(1e-24).sqrt_()
+    return g * (most / length).clamp_(max=1.0)
