@@ -11,7 +11,7 @@ from torch import nn
 
 from fastweights import FastWeightError
 from fastweights.refresh import RefreshState
-from fastweights.torch import DynamicEvaluation, FWLBlock, held, make_labels
+from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, held, make_labels
 
 WITHIN = ["held", "cumulative"]
 OPTIONS = [dict(), dict(decay=0.9), dict(clip=0.05), dict(fast_bias=False, shared_norm_step=True)]
@@ -248,6 +248,28 @@ def test_reading_by_hand_equals_the_differentiable_pass(how, direct, monkeypatch
         assert_close(numpy(a), numpy(b), name=name)
     for name, a, b in zip(RefreshState._fields, first.state, before, strict=True):
         assert torch.equal(a, b), name  # the state that was given is as it was
+
+
+def test_losses_alone_are_read_in_groups_of_chunks(monkeypatch):
+    monkeypatch.setattr(held, "GROUP", 2)
+    block = make(normalizer=3.0, refresh=3, decay=0.9)
+    x, labels, weights = problem(2, 24)
+    first = block.run(x, labels, weights).state
+    want = block.run(x, labels, weights, first)
+    with torch.no_grad():
+        got = block.run(x, labels, weights, first, logits=False, slow=False)
+    assert_close(numpy(got.loss), numpy(want.loss))
+    assert got.logits is None
+    assert got.slow_loss is None
+    for name, a, b in zip(RefreshState._fields, got.state, want.state, strict=True):
+        assert_close(numpy(a), numpy(b), name=name)
+
+
+def test_why_a_call_is_no_cuda_graph():
+    assert graphs.refuses(torch.zeros(1)) == "x is not on a GPU"
+    doubled = graphs.call("key", lambda x: (2 * x,), (torch.ones(2),))
+    assert doubled[0].tolist() == [2, 2]
+    assert graphs.why_not("key", (torch.ones(2),)) == "x is not on a GPU"
 
 
 def test_reading_by_hand_in_bfloat16_keeps_wide_weights():

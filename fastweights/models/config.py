@@ -61,7 +61,7 @@ class Config:
     head: str = _of("fwl", "Output layer: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
     refresh: int = _of(
-        64, "Tokens between updates of the Fast Weight Layer, each at its current weights; 0 for the published layer."
+        32, "Tokens between updates of the Fast Weight Layer, each at its current weights; 0 for the published layer."
     )
     within: str = _of("held", "How it answers the tokens between updates: held, or cumulative, as published.")
     fast_step: float = _of(1.0, "Steps that the Fast Weight Layer starts with; 1 moves an output by its gradient.")

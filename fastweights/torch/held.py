@@ -5,14 +5,16 @@ are kept as they are, W + S, and each closed chunk changes them in place. Nothin
 depend on the layout alone, so that a CUDA graph can capture it.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastweights.fwl import FWLConfig
-from fastweights.torch import head
+from fastweights.torch import graphs, head
 
+GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
 
 
@@ -30,14 +32,18 @@ class Weights(NamedTuple):
         return Weights(*(w[a:b] for w in self))
 
 
-def read(config: FWLConfig, p: dict, learned: tuple, tokens: tuple, calls: list, words: Tensor, c: Tensor, *,
-         score: bool) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+def read(
+    config: FWLConfig, p: dict[str, Tensor], learned: Sequence[Tensor], tokens: Sequence[Tensor], calls: Sequence[Any],
+    words: Tensor, c: Tensor, *, score: bool,
+) -> tuple[list[tuple[Tensor, Tensor | None]], Sequence[Tensor]]:  # fmt: skip
     """The features and losses of each call, and what each row has learned before its last chunk.
 
     learned: the first three of a RefreshState;  tokens: x (N, L, D), labels and shares (N, L);  words (V, size) and
     c (V,): the output embedding, in the dtype of the products.
     """
     x, labels, shares = tokens
+    C = config.refresh
+    assert C is not None
     trained = Weights(*(p[name] if p[name].dim() == 2 else p[name][None] for name in Weights._fields))
     weights = Weights(
         *((w + s).contiguous() for w, s in zip(trained, _parts(config, learned, x.shape[-1]), strict=True))
@@ -47,7 +53,7 @@ def read(config: FWLConfig, p: dict, learned: tuple, tokens: tuple, calls: list,
         x, shares = x.to(words.dtype), shares.to(words.dtype)[..., None]
         steps = _steps(config, p["steps"]).to(words.dtype)
         keys = x * (2.0 * steps[0])
-        sums = steps[:, None, None, None].expand(-1, len(x), 1, config.refresh)  # a step for each token of a chunk
+        sums = steps[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
         for call in calls:
             part = slice(call.a, call.b), slice(call.c, call.d)
             W = weights.rows(call.a, call.b)
@@ -59,7 +65,7 @@ def read(config: FWLConfig, p: dict, learned: tuple, tokens: tuple, calls: list,
                 gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
                 if config.decay is not None:
                     for w, t in zip(W, trained, strict=True):
-                        w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**config.refresh)
+                        w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**C)
                 _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
             elif score:
                 loss, _ = _score(n, words, c, labels[part], gradient=False)
@@ -67,6 +73,35 @@ def read(config: FWLConfig, p: dict, learned: tuple, tokens: tuple, calls: list,
     change = [w - t for w, t in zip(weights, trained, strict=True)]
     pairs = torch.cat(change[:2], 1), torch.cat(change[2:4], 1), torch.cat(change[4:], 2)
     return outputs, (pairs[0][:, None], pairs[1][:, None], pairs[2][:, None])
+
+
+def losses(
+    config: FWLConfig, p: dict[str, Tensor], learned: Sequence[Tensor], tokens: Sequence[Tensor], calls: Sequence[Any],
+    words: Tensor, c: Tensor,
+) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
+    """`read` where every call has all rows: losses (N, L) of all tokens that are read, and what has been learned.
+
+    On a GPU up to GROUP closed chunks at a time are one CUDA graph, which reads the trained weights where they are.
+    """
+    C, parts = config.refresh, []
+    assert C is not None
+    closed = [call for call in calls if call.close]
+    weights = tuple(p[name].data_ptr() for name in (*Weights._fields, "steps"))
+    for at in range(0, len(closed), GROUP):
+        some = closed[at : at + GROUP]
+        here = [call._replace(c=i * C, d=(i + 1) * C) for i, call in enumerate(some)]
+        part = [y[:, some[0].c : some[-1].d] for y in tokens]
+
+        def group(*given: Tensor, here: Any = here) -> tuple[Tensor, ...]:
+            outputs, after = read(config, p, given[:3], given[3:6], here, *given[6:], score=True)
+            return torch.cat([loss for _, loss in outputs if loss is not None], 1), *after
+
+        key = "held", config, weights, len(here)
+        loss, *learned = graphs.call(key, group, (*learned, *part, words, c))
+        parts.append(loss)
+    rest, learned = read(config, p, learned, tokens, calls[len(closed) :], words, c, score=True)
+    parts += [loss for _, loss in rest if loss is not None]
+    return torch.cat(parts, 1), learned
 
 
 def _forward(config, W, x):

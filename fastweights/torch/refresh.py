@@ -106,10 +106,14 @@ def run(
     ops = _with_words(ops, words, c)
     tokens = _laid_out((x, labels, share), state, layout, waiting, new)
     learned = _ordered(state[:3], layout)
-    if config.within == "held" and not _differentiates():
+    outputs: list[tuple[Any, Any]]
+    if config.within != "held" or _differentiates():
+        outputs, learned = _loop(config, ops, p, tokens, learned, layout, score)
+    elif logits or layout.order is not None:
         outputs, learned = held.read(config, p, learned, tokens, layout.calls, words, c, score=score)
     else:
-        outputs, learned = _loop(config, ops, p, tokens, learned, layout, score)
+        every, learned = held.losses(config, p, learned, tokens, layout.calls, words, c)
+        outputs = [(None, every)]
     loss = _gathered([loss for _, loss in outputs], layout, B, T) if score else None
     fast = None
     if logits:

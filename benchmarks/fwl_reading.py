@@ -1,0 +1,84 @@
+"""Tokens per second that a language model reads, learning and not: what a refreshed Fast Weight Layer costs.
+
+    python benchmarks/fwl_reading.py                    (the demo's model on a CPU, one document)
+    python benchmarks/fwl_reading.py --device cuda      (8 blocks of 512, 8 documents side by side, bfloat16 products)
+
+All ways are timed in one process, in turn, on the same random tokens; the ratio is the median over rounds of speed
+against carried memory without learning.
+"""
+
+import argparse
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.torch import graphs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--segment", type=int, default=1024, help="tokens per call")
+    parser.add_argument("--vocab", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=0)
+    given = parser.parse_args()
+    gpu = given.device == "cuda"
+    sizes = dict(depth=8, dim=512, heads=8) if gpu else {}
+    vocab, batch = given.vocab or (8192 if gpu else 257), given.batch or (8 if gpu else 1)
+    autocast = torch.autocast("cuda", torch.bfloat16) if gpu else nullcontext()
+    torch.manual_seed(0)
+    ways = {"carried memory": (0, "held", False, True)}
+    ways |= {
+        f"refresh {C}, {within}": (C, within, True, True) for C in (64, 32, 16) for within in ("held", "cumulative")
+    }
+    if gpu:
+        ways["refresh 64, held, no CUDA graph"] = (64, "held", True, False)
+    ways["published"] = (0, "held", True, True)
+    base = LanguageModel(Config(refresh=64, **sizes), vocab)
+    models = {}
+    for name, (C, within, _, _) in ways.items():
+        models[name] = LanguageModel(Config(refresh=C, within=within, **sizes), vocab).to(given.device).eval()
+        weights = base.state_dict()
+        if not C:
+            weights["fast.steps"] = torch.full((6,), 0.01)
+        models[name].load_state_dict(weights)
+    row = torch.randint(vocab - 1, (batch, given.segment + 1), device=given.device)
+    states = dict.fromkeys(ways)
+    seconds = {name: [] for name in ways}
+    most = graphs.MOST
+    with torch.no_grad(), autocast:
+        for round in range(given.rounds + 4):
+            for name, (_, _, learn, graph) in ways.items():
+                model, refuse = models[name], graphs.refuses
+                if not graph:
+                    graphs.refuses = lambda x: "asked for"
+                state = states[name] if states[name] is not None else model.init_state(batch)
+                _wait(gpu)
+                start = time.perf_counter() if gpu else time.process_time()
+                scores = model.score(row[:, :-1], row[:, 1:], state, learn=learn, slow=False)
+                _wait(gpu)
+                spent = (time.perf_counter() if gpu else time.process_time()) - start
+                states[name], graphs.refuses = scores.state, refuse
+                if round >= 4:
+                    seconds[name].append(spent)
+    memory = np.array(seconds["carried memory"])
+    for name, spent in seconds.items():
+        speed = batch * given.segment / np.median(spent)
+        print(f"{name:34} {speed:12,.0f} tokens/s   {np.median(memory / np.array(spent)):.3f} of carried memory")
+    held = [known for known in graphs._known.values() if known is not None]
+    print(f"graphs kept: {sum(not isinstance(k, str) for k in held)} of at most {most}; refused: "
+          f"{[k for k in held if isinstance(k, str)]}")  # fmt: skip
+
+
+def _wait(gpu):
+    if gpu:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""CUDA graphs: a function of tensors, captured once for each kind of call and replayed as a single launch."""
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST = 8  # graphs that are kept, the least recently used go first; each holds the memory of its call
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+class Graph(NamedTuple):
+    """A captured call: copy into `inputs`, replay, copy from `outputs`."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+_known: OrderedDict[Hashable, Graph | str | None] = OrderedDict()  # None: seen once;  a string: why it cannot be
+_lock = threading.Lock()
+
+
+def refuses(x: Tensor) -> str | None:
+    """Why calls on x are not captured, or None."""
+    if not x.is_cuda:
+        return "x is not on a GPU"
+    if torch.version.hip:
+        return "graphs were not tried on AMD GPUs"
+    if torch.cuda.is_current_stream_capturing():
+        return "the caller is capturing a graph"
+    return None
+
+
+def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """f(*inputs). The first call with a key runs as it is, the second captures a graph, later ones replay it.
+
+    key: all that f depends on besides the values of its inputs and of tensors that stay where they are. Shapes, dtypes
+    and the device of the inputs are added to it. A call that cannot be captured goes on as it is, and says why once.
+    """
+    if refuses(inputs[0]):
+        return f(*inputs)
+    key = (key, tuple((x.shape, x.dtype, x.device) for x in inputs))
+    with _lock:
+        if key not in _known:
+            _remember(key, None)
+            return f(*inputs)
+        found = _known[key]
+        if found is None:
+            found = _capture(f, inputs)
+            _remember(key, found)
+        _known.move_to_end(key)
+        if isinstance(found, str):
+            return f(*inputs)
+        for own, given in zip(found.inputs, inputs, strict=True):
+            own.copy_(given)
+        found.graph.replay()
+        return tuple(x.clone() for x in found.outputs)
+
+
+def why_not(key: Hashable, inputs: tuple[Tensor, ...]) -> str | None:
+    """Why calls like this one are not replayed, or None if they are or will be."""
+    found = _known.get((key, tuple((x.shape, x.dtype, x.device) for x in inputs)))
+    return refuses(inputs[0]) or (found if isinstance(found, str) else None)
+
+
+def _remember(key, found):
+    _known[key] = found
+    _known.move_to_end(key)
+    graphs = [k for k, known in _known.items() if isinstance(known, Graph)]
+    for old in (*graphs[:-MOST], *list(_known)[: -64 * MOST]):
+        del _known[old]
+
+
+def _capture(f, inputs) -> Graph | str:
+    with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
+        own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            f(*own)  # compiles kernels and makes the libraries' workspaces
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                outputs = f(*own)
+        except RuntimeError as error:
+            reason = f"capturing failed: {str(error).splitlines()[0]}"
+            warnings.warn(f"a Fast Weight Layer is read without a CUDA graph; {reason}", stacklevel=2)
+            return reason
+    return Graph(graph, own, outputs)
