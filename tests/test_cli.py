@@ -135,6 +135,8 @@ def test_the_shell_completes_commands_and_options():
     assert complete("fastweights gen") == ["generate"]
     assert complete("fastweights hf e") == ["eval", "export"]
     assert complete("fastweights read --dev") == ["--device"]
+    assert complete("fastweights train --preset paper-s") == ["paper-small"]
+    assert complete("fastweights reproduce over") == ["overwrite"]
 
 
 def test_version(run):

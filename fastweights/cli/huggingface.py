@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.options import Device, On, need, say
+from fastweights.cli.options import Device, On, Run, need, say
 from fastweights.core import FastWeightError
 
 LR = {"sgd": 3e-2, "rms": 1e-5}  # learning rates of dynamic evaluation, without and with statistics
@@ -22,8 +22,10 @@ Window = Annotated[int, typer.Option(min=2, help="Tokens that the model sees at 
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a run that `fastweights train` made.", show_default=False)],
-    folder: Annotated[Path, typer.Argument(help="Folder to make for the exported model.", show_default=False)],
+    run: Run,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder to make for the exported model.", metavar="FOLDER", show_default=False)
+    ],
     last: Annotated[bool, typer.Option("--last", help="Export the last weights instead of the best.")] = False,
 ) -> None:
     """Write a run of `fastweights train` as a Hugging Face folder: weights, configuration and tokenizer.

@@ -9,7 +9,7 @@ import typer
 
 from fastweights.cli.options import Device, FromMemory, On, Run, need, say, wait_without_spinning
 from fastweights.core import FastWeightError
-from fastweights.models.config import DYNAMIC_LR, Config
+from fastweights.models.config import DYNAMIC_LR, PRESETS, Config
 
 FIELDS = {f.name: f for f in fields(Config)}
 # headings over the options of train
@@ -32,9 +32,13 @@ def _field(name: str, heading: str) -> Any:
 
 def train(
     ctx: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Folder to make for the run.")] = Path("runs/first"),
+    run: Annotated[Path, typer.Argument(help="Folder to make for the run.", metavar="RUN")] = Path("runs/first"),
     preset: Annotated[
-        str, typer.Option(help="Preset that the defaults come from: laptop, gpu, paper-small or paper-medium.")
+        str,
+        typer.Option(
+            help="Preset that the defaults come from: laptop, gpu, paper-small or paper-medium.",
+            autocompletion=lambda: list(PRESETS),
+        ),
     ] = "laptop",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN where it stopped.")] = False,
     data: Annotated[str | None, _field("data", TEXT)] = None,
@@ -104,7 +108,8 @@ def train(
 def evaluate(
     run: Run,
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Files to score; the run's held-out documents when absent.")
+        list[Path] | None,
+        typer.Argument(help="Files to score; the run's held-out documents when absent.", metavar="FILES"),
     ] = None,
     mode: Annotated[
         list[str] | None,
@@ -204,7 +209,7 @@ def generate(
 
 def read(
     run: Run,
-    file: Annotated[Path, typer.Argument(help="File to read, of any length.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="File to read, of any length.", metavar="FILE", show_default=False)],
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Memory file to write; FILE.memory when absent.")
     ] = None,

@@ -18,7 +18,10 @@ def reproduce(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME", help="Names of experiments, or `all`; a list of them when absent.", show_default=False
+            metavar="NAME",
+            help="Names of experiments, or `all`; a list of them when absent.",
+            show_default=False,
+            autocompletion=lambda: [*EXPERIMENTS, "all"],
         ),
     ] = None,
     list_: Annotated[
