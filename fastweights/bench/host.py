@@ -5,8 +5,9 @@ waiting for the device in between.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +26,7 @@ from fastweights.torch import FastWeightAttention, fast_weight
 SHAPE = (1, 256, 4, 64)  # B, T, H, K = V
 SMOKE = (1, 32, 2, 8)
 CALLS = 20  # per sample
+Calls = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]  # what is timed, and what it is differentiated by
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -37,7 +39,7 @@ class Result:
     both: float
 
 
-def _operations(shape, device, dtype):
+def _operations(shape: Sequence[int], device: str, dtype: torch.dtype) -> Calls:
     """The operation beside attention's own and what peers are installed."""
     B, T, H, K = shape
     make = lambda: torch.randn(B, T, H, K, device=device, dtype=dtype)  # noqa: E731
@@ -47,46 +49,55 @@ def _operations(shape, device, dtype):
         x.requires_grad_()
     _check(q, k, v, beta)
     first = [x.transpose(1, 2).contiguous().detach().requires_grad_() for x in (q, k, v)]
-    calls = {
+    calls: Calls = {
         "fast_weight, delta": (lambda: fast_weight(q, k, v, beta=beta)[0], [q, k, v, beta]),
         "fast_weight, sum": (lambda: fast_weight(q, k, v, rule="sum")[0], [q, k, v]),
         "scaled_dot_product_attention": (
-            lambda: nn.functional.scaled_dot_product_attention(*first, is_causal=True), first),
-    }  # fmt: skip
+            lambda: nn.functional.scaled_dot_product_attention(first[0], first[1], first[2], is_causal=True),
+            first,
+        ),
+    }
     for peer in PEERS:
         if peer.name == "FLA" and device == "cuda":
             found = peer.contestant(Case("delta", (B, T, H, K, K), device, "bfloat16"))
             if not isinstance(found, str):
-                calls["FLA, delta"] = (lambda found=found: found.call(q, k, v, beta)[0], [q, k, v, beta])
+                calls["FLA, delta"] = (_output(found.call, q, k, v, beta), [q, k, v, beta])
     return calls
 
 
-def _check(q, k, v, beta):
+def _output(call: Callable[..., Any], *inputs: Tensor) -> Callable[[], Tensor]:
+    """The call as a function without arguments, of its output without the state."""
+    return lambda: call(*inputs)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> None:
     """Raise unless what is timed is the equation."""
     with torch.no_grad():
         exact = fast_weight(*(x.double() for x in (q, k, v)), beta=beta.double(), method="recurrent")[0]
         error = deviation(fast_weight(q, k, v, beta=beta)[0], exact)
     if not error <= TOLERANCE[q.dtype]:
-        raise Disagreement(f"fast_weight deviates from float64 by {error:.1e} of the largest number; allowed "
-                           f"{TOLERANCE[q.dtype]:.0e}. Nothing is reported.")  # fmt: skip
+        raise Disagreement(
+            f"fast_weight deviates from float64 by {error:.1e} of the largest number; allowed "
+            f"{TOLERANCE[q.dtype]:.0e}. Nothing is reported."
+        )
 
 
-def _layers(shape, device, dtype, names):
+def _layers(shape: Sequence[int], device: str, dtype: torch.dtype, names: Iterable[str]) -> Calls:
     """Layers, one block of the language model, and attention's own layer."""
     B, T, H, K = shape
     dim = H * K
     x = torch.randn(B, T, dim, device=device, dtype=dtype, requires_grad=True)
-    to = dict(device=device, dtype=dtype)
-    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
+    to: dict[str, Any] = dict(device=device, dtype=dtype)
+    calls: Calls = {}
     for name in names:
         layer = FastWeightAttention.preset(name, dim, H, **to)
-        calls[f"layer, {name}"] = (lambda layer=layer: layer(x)[0], [x, *layer.parameters()])
+        calls[f"layer, {name}"] = (_output(layer, x), [x, *layer.parameters()])
     softmax = nn.MultiheadAttention(dim, H, batch_first=True, **to)
-    mask = nn.Transformer.generate_square_subsequent_mask(T, device=device, dtype=dtype)
+    mask = nn.Transformer.generate_square_subsequent_mask(T, device=torch.device(device), dtype=dtype)
     attend = lambda: softmax(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]  # noqa: E731
     calls["nn.MultiheadAttention"] = (attend, [x, *softmax.parameters()])
     block = Block(Config(dim=dim, heads=H, depth=1, model="gated-delta"), "gated-delta", **to)
-    calls["block, gated-delta"] = (lambda: block(x)[0], [x, *block.parameters()])
+    calls["block, gated-delta"] = (_output(block, x), [x, *block.parameters()])
     return calls
 
 
@@ -120,7 +131,7 @@ def run(
     return [Result(name, _median(forward), _median(both)) for name, (forward, both) in samples.items()]
 
 
-def _row(call, wait):
+def _row(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
     """Microseconds of the host per call, in a row of calls."""
     call()
     wait()
@@ -132,7 +143,7 @@ def _row(call, wait):
     return 1e6 * elapsed / CALLS
 
 
-def _median(samples):
+def _median(samples: Sequence[float]) -> float:
     return sorted(samples)[len(samples) // 2]
 
 

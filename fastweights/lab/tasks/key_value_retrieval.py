@@ -9,9 +9,7 @@ Shapes: B sequences, L pairs, A copies of the model (seeds), side by side as hea
 
 import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +67,7 @@ class Task:
 
 def effective(
     norm: str,
-    features: str | Callable[[Any], Any],
+    features: str,
     raw: Tensor,
     beta: Tensor,
     *,
