@@ -1,4 +1,4 @@
-"""A Fast Weight Layer attached to models of other people: nothing changes until it is trained, then it learns."""
+"""A head and a cache attached to models of other people: nothing changes until something is learned, then it helps."""
 
 import copy
 import json
@@ -25,18 +25,19 @@ from transformers import (
 
 from fastweights.core import FastWeightError
 from fastweights.hf import (
-    FastHead,
     FastWeightConfig,
     FastWeightForCausalLM,
-    HeadConfig,
+    HeadSettings,
+    ResidualHead,
     attach,
     attached,
     detach,
     load_attached,
     save_attached,
     state_of,
+    using,
 )
-from fastweights.torch import DynamicEvaluation, FWLBlock
+from fastweights.torch import DynamicEvaluation, NeuralCache
 
 V, D = 40, 16
 END = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
@@ -59,7 +60,6 @@ MODELS = {
         FastWeightConfig(vocab_size=V, hidden_size=D, num_attention_heads=2, mixers="delta*2", **END)
     ),
 }
-MODES = ["residual", "between"]
 
 
 def make(name):
@@ -76,28 +76,46 @@ def random_tokens(*shape, seed=1):
     return torch.randint(1, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_strong(head):
-    """As if it had been trained: what it learns changes the logits a lot."""
+def attach_strong(model, **how):
+    """A head that learns a lot from little: what it does to the logits shows."""
     torch.manual_seed(1)
-    with torch.no_grad():
-        for name, p in head.named_parameters():
-            p.add_(torch.randn_like(p) * 0.3 if name.startswith("dense") else 0.0)
-        head.steps.copy_(torch.linspace(2.0, 4.0, len(head.steps)))
-    return head
+    how = dict(refresh=4, step_size=2.0, clip=5.0, cache=NeuralCache(6, temperatures=(4.0,), shares=(0.2, 0.5))) | how
+    return attach(model, 12, **how)
 
 
-def attach_strong(model, mode="residual", **how):
-    return make_strong(attach(model, 12, mode=mode, normalizer=2.0, **how))
+def embedding(V=V, D=D, seed=2):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(D, V, bias=False, dtype=torch.float64)
 
 
-def test_an_untrained_residual_is_exactly_the_model(model):
+def head_and_inputs(B=2, T=23, refresh=4):
+    torch.manual_seed(0)
+    head = ResidualHead(HeadSettings(D, 12, refresh=refresh, step_size=0.5, clip=0.7), dtype=torch.float64)
+    return head, torch.randn(B, T, D, dtype=torch.float64), random_tokens(B, T), embedding()
+
+
+def losses_of(logits, labels):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+@torch.no_grad()
+def test_what_has_learned_nothing_is_exactly_the_model(model):
     tokens = random_tokens(2, 11)
     before, wrote = model(tokens).logits, model.generate(tokens, max_new_tokens=6, do_sample=False)
-    attach(model, 12)
+    last = model(tokens, logits_to_keep=2).logits
+    head = attach(model)  # learning is on, and nothing is learned within 64 tokens but by the cache
+    assert torch.equal(model(tokens).logits[:, 0], before[:, 0])
+    with using(model, cache=False):
+        assert torch.equal(model(tokens).logits, before)
+    head.adapting = False
     assert torch.equal(model(tokens).logits, before)
+    assert torch.equal(model(tokens, logits_to_keep=2).logits, last)
     assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), wrote)
-    make_strong(attached(model))
+    detach(model)
+    attach_strong(model)
     assert not torch.allclose(model(tokens).logits, before, atol=1e-3)
+    with using(model, head=False, cache=False):
+        assert torch.equal(model(tokens).logits, before)
     detach(model)
     assert torch.equal(model(tokens).logits, before)
     assert all(p.requires_grad for p in model.parameters())
@@ -105,42 +123,140 @@ def test_an_untrained_residual_is_exactly_the_model(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_untrained_residual_is_exact_in_other_precisions(dtype):
+def test_nothing_is_changed_in_other_precisions(dtype):
     model, tokens = make("llama").to(dtype), random_tokens(2, 11)
     before = model(tokens).logits
-    assert attach(model).dense1.dtype == torch.float32
+    head = attach(model)
+    assert head.dense1.dtype == torch.float32
+    with using(model, cache=False):
+        assert torch.equal(model(tokens).logits, before)
+    head.adapting = False
     assert torch.equal(model(tokens).logits, before)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_reach_only_the_new_part(model, mode):
-    head = attach_strong(model, mode)
+def by_hand(head, x, tokens, E, state_of_row=None):
+    """Losses of a row's tokens by autograd and a loop over chunks: dynamic evaluation of the two matrices."""
+    c = head.settings
+    p = [head.dense1.detach().clone(), head.dense2.detach().clone()]
+    steps = head.log_steps.detach().exp()
+    found = []
+    for a in range(0, len(x) - 1, c.refresh):
+        part = slice(a, min(a + c.refresh, len(x) - 1))
+        W = [w.clone().requires_grad_() for w in p]
+        u = x[part] / (x[part].square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        logits = E(x[part] + torch.relu(u @ W[0]).square() @ W[1])
+        losses = torch.nn.functional.cross_entropy(logits, tokens[part.start + 1 : part.stop + 1], reduction="none")
+        found.append(losses.detach())
+        if part.stop - part.start == c.refresh:
+            gradients = torch.autograd.grad(losses.mean(), W)
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            p = [w - e * g * min(1.0, c.clip / norm) for w, e, g in zip(p, steps, gradients, strict=True)]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("refresh", [1, 4, 16, 64])
+def test_the_head_is_dynamic_evaluation_of_its_matrices(refresh):
+    head, x, tokens, E = head_and_inputs(refresh=refresh)
+    torch.nn.init.normal_(head.dense2, std=0.1)
+    got, _ = head(x, tokens, E)
+    wanted = torch.stack([by_hand(head, x[row], tokens[row], E) for row in range(2)])
+    torch.testing.assert_close(losses_of(got.logits[:, :-1], tokens[:, 1:]), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.losses[:, 1:], wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.log_sums, got.logits.logsumexp(-1))
+    if refresh < 23:
+        assert not torch.allclose(got.logits, E(head.features(x)), atol=1e-3)
+
+
+@pytest.mark.parametrize("cuts", [[1] * 23, [5, 8, 10], [22, 1]])
+def test_a_cut_text_is_the_whole(cuts):
+    head, x, tokens, E = head_and_inputs()
+    whole, end = head(x, tokens, E)
+    parts, state = [], None
+    for some, theirs in zip(x.split(cuts, 1), tokens.split(cuts, 1), strict=True):
+        found, state = head(some, theirs, E, state=state)
+        parts.append(found.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole.logits)
+    n = int(end.waiting[0])
+    for name in ("dense1", "dense2", "waiting"):
+        torch.testing.assert_close(getattr(state, name), getattr(end, name))
+    for name in ("x", "means", "tokens"):
+        torch.testing.assert_close(getattr(state, name)[:, :n], getattr(end, name)[:, :n])
+    last, _ = head(x, tokens, E, keep=3)
+    torch.testing.assert_close(last.logits, whole.logits[:, -3:])
+    torch.testing.assert_close(last.losses, whole.losses)
+
+
+def test_the_head_is_causal():
+    head, x, tokens, E = head_and_inputs()
+    whole, _ = head(x, tokens, E)
+    changed = tokens.clone()
+    changed[:, 12] = changed[:, 12] % (V - 1) + 1
+    other, _ = head(x, changed, E)
+    torch.testing.assert_close(other.logits[:, :12], whole.logits[:, :12])
+    assert not torch.allclose(other.logits[:, 12], whole.logits[:, 12])  # token 12 completes the chunk before it
+
+
+@pytest.mark.parametrize("cuts", [[23], [6, 17], [1] * 23])
+def test_padding_may_hold_anything(cuts):
+    head, x, tokens, E = head_and_inputs(B=3)
+    mask = torch.rand(3, 23, generator=torch.Generator().manual_seed(3)) < 0.7
+    mask[:, -1] = True
+    x = torch.where(mask[..., None], x, torch.nan)
+    parts, state = [], None
+    for some, theirs, real in zip(x.split(cuts, 1), tokens.split(cuts, 1), mask.split(cuts, 1), strict=True):
+        found, state = head(some, theirs, E, mask=real, state=state)
+        parts.append(found.logits)
+    got = torch.cat(parts, 1)
+    for row in range(3):
+        alone, end = head(x[row, mask[row]][None], tokens[row, mask[row]][None], E)
+        torch.testing.assert_close(got[row, mask[row]], alone.logits[0])
+        torch.testing.assert_close(state.dense2[row], end.dense2[0])
+
+
+def test_training_sees_what_reading_does():
+    """Losses of `score` are those of a stream; its gradients reach start and steps, first order."""
+    head, x, tokens, E = head_and_inputs(T=24)
+    torch.nn.init.normal_(head.dense2, std=0.1)
+    wanted, _ = head(x, tokens, E)
+    zero, state = torch.zeros(V, dtype=torch.float64), head.init_state(2)
+    labels, mask = torch.cat([tokens[:, 1:], tokens[:, :1]], 1), torch.ones(2, 24, dtype=torch.bool)
+    mask[1, 18:] = False
+    run = lambda: head.score(x, labels, E.weight.detach(), zero, (state.dense1, state.dense2), mask)[0]  # noqa: E731
+    losses = run()
+    torch.testing.assert_close(losses[0, :-1], wanted.losses[0, 1:])
+    torch.testing.assert_close(losses[1, :17], wanted.losses[1, 1:18])
+    (losses * mask).sum().backward()
+    assert all(p.grad.abs().min() >= 0 and p.grad.abs().sum() > 0 for p in head.parameters())
+    step, eps = head.log_steps.grad[1].item(), 1e-6
+    with torch.no_grad():
+        head.dense1 *= 1.0
+        up, down = [], []
+        for sign, into in ((1, up), (-1, down)):
+            head.log_steps[1] += sign * eps
+            into.append((run() * mask).sum().item())
+            head.log_steps[1] -= sign * eps
+    assert step == pytest.approx((up[0] - down[0]) / (2 * eps), rel=0.2)  # first order: gradients count as constants
+
+
+def test_gradients_reach_only_the_new_part(model):
+    head = attach_strong(model)
+    torch.nn.init.normal_(head.dense2, std=0.1)
     tokens = random_tokens(2, 11)
     model(tokens, labels=tokens).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
     assert all(p.grad is None for name, p in model.named_parameters() if "fast_head" not in name)
-
-
-def test_an_untrained_residual_has_a_gradient():
-    model = make("llama")
-    head = attach(model, 12)
-    tokens = random_tokens(2, 11)
-    model(tokens, labels=tokens).loss.backward()
-    assert head.steps.grad[2:].abs().min() > 0  # those of the second layer; the first follows once it is not zero
-    assert head.dense2.grad.abs().sum() > 0
     detach(model)
     attach(model, 12, freeze=False)
     model(tokens, labels=tokens).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "fast_head" not in name)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_generate_adapts_with_and_without_cache(model, mode):
+def test_generate_adapts_with_and_without_cache(model):
     tokens = random_tokens(3, 9)
     last = lambda: model.generate(tokens, max_new_tokens=10, do_sample=False, return_dict_in_generate=True,  # noqa: E731
                                   output_logits=True).logits[-1]  # fmt: skip
     plain = last()
-    attach_strong(model, mode)
+    attach_strong(model)
     assert not torch.allclose(last(), plain, atol=1e-3)
     ways = [dict(do_sample=False), dict(do_sample=True), dict(num_beams=3, do_sample=False)]
     for how in ways:
@@ -164,113 +280,57 @@ def test_left_padding_changes_nothing(model):
     assert torch.equal(wrote[1, 5:], model.generate(tokens[1:, 5:], **how)[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_features_are_causal_and_a_cut_sequence_is_the_whole(mode):
-    torch.manual_seed(0)
-    head = make_strong(FastHead(HeadConfig(D, 12, mode=mode, normalizer=2.0, decay=0.9), dtype=torch.float64))
-    x, tokens, E = torch.randn(2, 9, D, dtype=torch.float64), random_tokens(2, 9), torch.randn(V, D).double()
-    whole, end = head(x, tokens, E)
-    parts, state = [], None
-    for a, b in ((0, 4), (4, 5), (5, 9)):
-        features, state = head(x[:, a:b], tokens[:, a:b], E, state=state)
-        parts.append(features)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-    torch.testing.assert_close(state, end)
-    changed = tokens.clone()
-    changed[:, 6] = changed[:, 6] % (V - 1) + 1
-    other, _ = head(x, changed, E)
-    torch.testing.assert_close(other[:, :6], whole[:, :6])
-    assert not torch.allclose(other[:, 6], whole[:, 6])  # token 6 is learned before its own features are answered
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_padding_may_hold_anything(mode):
-    torch.manual_seed(0)
-    head = make_strong(FastHead(HeadConfig(D, 12, mode=mode, normalizer=2.0, decay=0.9), dtype=torch.float64))
-    x, tokens, E = torch.randn(1, 9, D, dtype=torch.float64), random_tokens(1, 9), torch.randn(V, D).double()
-    real = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 0]).bool()
-    x[:, ~real] = torch.nan
-    features, state = head(x, tokens, E, mask=real[None])
-    alone, its = head(x[:, real], tokens[:, real], E)
-    torch.testing.assert_close(features[:, real], alone)
-    torch.testing.assert_close(state, its)
-
-
-def test_between_is_the_fast_weight_layer():
-    torch.manual_seed(0)
-    block = FWLBlock(
-        D, V, inputs=D, hidden=12, normalizer=2.0, decay=0.9, unembed=torch.nn.Parameter(torch.randn(V, D))
-    )
-    block.double()
-    head = FastHead(HeadConfig(D, 12, mode="between", normalizer=2.0, decay=0.9), dtype=torch.float64)
-    head.load_state_dict({n: x for n, x in block.state_dict().items() if n != "unembed"})
-    with torch.no_grad():
-        block.steps.fill_(0.5), head.steps.fill_(0.5)
-    x, tokens = torch.randn(2, 9, D, dtype=torch.float64), random_tokens(2, 9)
-    labels = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-    wanted = block(x, labels, torch.ones(2, 9, dtype=torch.float64))
-    got, _ = head(x, tokens, block.unembed)
-    torch.testing.assert_close(got @ block.unembed.mT, wanted)
-
-
-def residual_by_hand(head, x, tokens, E):
-    """Features of one row (T, D) by autograd and a loop: weights minus steps times the gradients of all before."""
-    c, p = head.config, {n: q.detach() for n, q in head.named_parameters()}
-    names = ["dense1", "bias1", "dense2", "bias2"]
-    scale = dict(dense1=1 / D, bias1=1.0, dense2=1 / c.size, bias2=1.0)
-    moved = {n: torch.zeros_like(p[n]) for n in names}
-
-    def bounded(m, like):
-        return m / (1 + m.square().mean() / (like.square().mean() + 1e-6) / 0.3**2).sqrt()
-
-    def features(weights, x, moved=None):
-        u = x / (x.square().mean() + 1e-6).sqrt()
-        h = u @ weights["dense1"] + weights["bias1"]
-        slow = torch.relu(h).square() @ weights["dense2"] + weights["bias2"]
-        if moved is None:
-            return x + slow
-        a = torch.relu(h + bounded(u @ moved["dense1"] + moved["bias1"], h)).square()
-        fast = a @ (weights["dense2"] + moved["dense2"]) + weights["bias2"] + moved["bias2"]
-        return x + slow + bounded(fast - slow, x)
-
-    found = []
-    for t in range(len(x)):
-        if t:
-            slow = {n: p[n].clone().requires_grad_() for n in names}
-            loss = torch.nn.functional.cross_entropy(features(slow, x[t - 1]) @ E.mT, tokens[t]) / c.normalizer
-            gradients = torch.autograd.grad(loss, list(slow.values()))
-            for i, (n, g) in enumerate(zip(names, gradients, strict=True)):
-                moved[n] = c.decay * moved[n] - p["steps"][i] * scale[n] * g
-        found.append(features(p, x[t], moved))
-    return torch.stack(found)
-
-
-def test_residual_is_gradient_descent_by_hand():
-    torch.manual_seed(0)
-    head = make_strong(FastHead(HeadConfig(D, 12, normalizer=2.0, decay=0.9), dtype=torch.float64))
-    x, tokens, E = torch.randn(2, 7, D, dtype=torch.float64), random_tokens(2, 7), torch.randn(V, D).double()
-    got, _ = head(x, tokens, E)
-    wanted = torch.stack([residual_by_hand(head, x[row], tokens[row], E) for row in range(2)])
-    assert not torch.allclose(wanted, head(x, tokens, E, learn=False)[0], atol=1e-2)
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
-
-
-def test_a_long_text_in_windows():
+@pytest.mark.parametrize("parts", [dict(), dict(head=False), dict(cache=False)])
+@torch.no_grad()
+def test_a_long_text_in_windows(parts):
+    """Windows that overlap, with context, and logits of the last alone: the same stream of features, in one go."""
     model = make("llama")
-    head = attach_strong(model, decay=0.95)
+    head = attach_strong(model)
     tokens = random_tokens(1, 24)
     hidden = {}
     hook = model.lm_head.register_forward_pre_hook(lambda m, given: hidden.update(x=given[0]), prepend=True)
     state, logits, body = None, [], []
-    for a in range(0, 24, 6):
-        first = max(0, a - 6)
-        out = model(tokens[:, first : a + 6], fast_state=state, fast_context=a - first, logits_to_keep=6)
-        state = out.fast_state
-        logits.append(out.logits)
-        body.append(hidden["x"][:, a - first :])
+    with using(model, **parts):
+        for a in range(0, 24, 6):
+            first = max(0, a - 6)
+            keep = 6 if a < 18 else 2
+            out = model(tokens[:, first : a + 6], fast_state=state, fast_context=a - first, logits_to_keep=keep)
+            state = out.fast_state
+            logits.append(out.logits)
+            body.append(hidden["x"][:, a - first :])
     hook.remove()
-    features, _ = head(torch.cat(body, 1), tokens, model.lm_head.weight)
-    torch.testing.assert_close(torch.cat(logits, 1), features @ model.lm_head.weight.mT)
+    x = torch.cat(body, 1)
+    wanted = head(x, tokens, model.lm_head)[0].logits if parts.get("head", True) else model.lm_head(x)
+    if parts.get("cache", True):
+        wanted, _ = head.hooks.cache.answer(x, tokens, wanted)
+    torch.testing.assert_close(torch.cat(logits, 1), wanted[:, [*range(18), 22, 23]])
+
+
+@torch.no_grad()
+def test_logits_of_the_context_are_the_models():
+    model = make("llama")
+    tokens = random_tokens(1, 12)
+    plain = model(tokens).logits
+    attach_strong(model)
+    out = model(tokens, fast_context=5).logits
+    torch.testing.assert_close(out[:, :6], plain[:, :6])
+    chosen = model(tokens, fast_context=5, logits_to_keep=torch.tensor([2, 9])).logits
+    torch.testing.assert_close(chosen, out[:, [2, 9]])
+
+
+@torch.no_grad()
+def test_threads_share_a_model():
+    """No call leaves anything on the model that another could see."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = make("llama")
+    attach_strong(model)
+    texts = [random_tokens(1, 9 + i, seed=i) for i in range(8)]
+    wanted = [model(x).logits for x in texts]
+    run = torch.no_grad()(lambda x: model(x).logits)
+    with ThreadPoolExecutor(4) as pool:
+        for got, one in zip(pool.map(run, texts * 3), wanted * 3, strict=True):
+            torch.testing.assert_close(got, one)
 
 
 @torch.no_grad()
@@ -283,7 +343,8 @@ def test_a_cache_carries_what_was_learned_and_forks():
     fork = copy.deepcopy(cache)
     model(random_tokens(1, 4, seed=5), past_key_values=cache)
     torch.testing.assert_close(model(tokens[:, 8:], past_key_values=fork).logits, whole[:, 8:])
-    assert state_of(fork).dense1.shape == (1, 1, D + 1, 12)
+    assert state_of(fork).head.dense1.shape == (1, D, 12)
+    assert state_of(fork).cache.filled.tolist() == [6]
     with pytest.raises(FastWeightError, match="expected no crop"):
         fork.crop(-2)
     attached(model).adapting = False
@@ -293,16 +354,21 @@ def test_a_cache_carries_what_was_learned_and_forks():
 
 
 def test_save_and_load_the_new_part_alone(model, tmp_path):
-    head = attach_strong(model, "between", decay=0.99, rule="delta")
+    head = attach_strong(model, refresh=3)
     tokens = random_tokens(2, 11)
     wanted = model(tokens).logits
     save_attached(model, tmp_path)
     saved = load_file(tmp_path / "fast_head.safetensors")
     assert {name: x.shape for name, x in saved.items()} == {n: x.shape for n, x in head.state_dict().items()}
-    assert json.loads((tmp_path / "fast_head.json").read_text())["head"]["rule"] == "delta"
+    assert json.loads((tmp_path / "fast_head.json").read_text())["head"]["refresh"] == 3
     detach(model)
     load_attached(model, tmp_path)
     assert torch.equal(model(tokens).logits, wanted)
+    detach(model)
+    about = json.loads((tmp_path / "fast_head.json").read_text())
+    (tmp_path / "fast_head.json").write_text(json.dumps(about | dict(kind="fastweights head 1")))
+    with pytest.raises(FastWeightError, match="is 'fastweights head 1'; expected 'fastweights head 2'"):
+        load_attached(model, tmp_path)
 
 
 def test_trainer_trains_the_head(tmp_path):
@@ -310,7 +376,8 @@ def test_trainer_trains_the_head(tmp_path):
     model = make("gpt2").float()
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # as long as those of a trained model
-    head = attach(model, 32)
+    head = attach(model, 32, refresh=4, cache=False)
+    steps = head.log_steps.detach().clone()
     body = {n: x.clone() for n, x in model.state_dict().items() if "fast_head" not in n}
     rows = [dict(input_ids=x, labels=x) for x in random_tokens(64, 4).repeat(1, 8)]
     how = TrainingArguments(output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=16, learning_rate=2e-2,
@@ -321,7 +388,7 @@ def test_trainer_trains_the_head(tmp_path):
     Trainer(model=model, args=how, train_dataset=rows).train()
     model.eval()
     assert model(test, labels=test).loss < before - 0.5
-    assert head.steps.abs().max() > 0.01
+    assert (head.log_steps - steps).abs().min() > 0.01
     assert all(torch.equal(x, model.state_dict()[n]) for n, x in body.items())
 
 
@@ -329,16 +396,25 @@ def test_mistakes_are_told(tmp_path):
     model = make("llama")
     with pytest.raises(FastWeightError, match="no head is attached"):
         detach(model)
-    with pytest.raises(FastWeightError, match="mode is 'beside'; expected one of 'residual', 'between'"):
-        attach(model, 8, mode="beside")
-    with pytest.raises(FastWeightError, match="normalizer is 'batch'; expected a number"):
-        attach(model, 8, normalizer="batch")
+    with pytest.raises(FastWeightError, match="no head is attached"), using(model, head=False):
+        pass
+    with pytest.raises(FastWeightError, match="refresh is 0; expected a whole number, 1 or more"):
+        attach(model, 8, refresh=0)
+    with pytest.raises(FastWeightError, match=r"step_size is -1\.0; expected a positive number"):
+        attach(model, 8, step_size=-1.0)
+    with pytest.raises(FastWeightError, match="cache is a int; expected a NeuralCache, True or False"):
+        attach(model, 8, cache=2048)
     attach(model, 8)
     with pytest.raises(FastWeightError, match="a head is attached already"):
         attach(model, 8)
     with pytest.raises(FastWeightError, match="input_ids is missing"):
         model(inputs_embeds=torch.zeros(1, 3, D).double())
-    assert model(random_tokens(1, 3)).logits.shape == (1, 3, V)  # after a failure all is well
+    out = model(random_tokens(1, 3))
+    assert out.logits.shape == (1, 3, V)  # after a failure all is well
+    with pytest.raises(FastWeightError, match="state holds 1 rows and a refresh of 64; expected 2 and 64"):
+        model(random_tokens(2, 3), fast_state=out.fast_state)
+    with pytest.raises(FastWeightError, match="fast_state is a int; expected the fast_state of another call"):
+        model(random_tokens(2, 3), fast_state=3)
     save_attached(model, tmp_path)
     with pytest.raises(FastWeightError, match="is a head for type llama; expected gpt2"):
         load_attached(make("gpt2"), tmp_path)

@@ -58,11 +58,9 @@ def adapt(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the training in OUT where it stopped, as it began.")
     ] = False,
-    size: Annotated[int, typer.Option(help="Hidden width of the head; 0 for the model's own width.")] = 0,
-    mode: Annotated[
-        str, typer.Option(help="Place of the head: residual, which starts as nothing, or between.")
-    ] = "residual",
-    decay: Annotated[float, typer.Option(help="Share of what the head has learned that it keeps per token.")] = 0.999,
+    size: Annotated[int, typer.Option(help="Hidden width of the head; 0 for twice the model's own width.")] = 0,
+    refresh: Annotated[int, typer.Option(min=1, help="Tokens between two steps of the head in a text.")] = 64,
+    step: Annotated[float, typer.Option(help="Step size of the head in a text, before it is trained.")] = 0.01,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = 400,
     batch: Annotated[int, typer.Option(min=1, help="Documents read side by side.")] = 4,
     length: Annotated[
@@ -117,7 +115,7 @@ def adapt(
         load_attached(body, out)
     else:
         torch.manual_seed(how.seed)
-        attach(body, size or None, mode=mode, decay=decay)
+        attach(body, size or None, refresh=refresh, step_size=step)
     documents = [row_of(tokenizer, text)[0].numpy() for text in read_corpus(tokenizer, data)]
     trainer = HeadTrainer(body, documents, how)
     if resume:
@@ -159,10 +157,14 @@ def evaluate(
     files: Annotated[list[Path], typer.Argument(help="Files to score.", metavar="FILES", show_default=False)],
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="Mode to score in: static, fast or dynamic; repeatable. All modes when absent."),
+        typer.Option(
+            help="Mode to score in: static, still, fast, cache, both, dynamic or dynamic+cache; repeatable. All that "
+            "make sense when absent."
+        ),
     ] = None,
     head: Annotated[
-        Path | None, typer.Option(help="Head for mode fast: a folder of `fastweights hf adapt`.", show_default=False)
+        Path | None,
+        typer.Option(help="Folder of `fastweights hf adapt`; a head without training when absent.", show_default=False),
     ] = None,
     window: Window = 1024,
     stride: Annotated[
@@ -193,8 +195,8 @@ def evaluate(
 ) -> None:
     """Score texts with any causal language model, next to gzip and xz.
 
-    Static windows, an attached head that learns as it reads, and dynamic evaluation: each token is predicted with at
-    most a window of text before it.
+    Static windows, an attached head that learns as it reads, a neural cache, both together, and dynamic evaluation:
+    each token is predicted with at most a window of text before it.
 
     For example: `fastweights hf eval SmolLM2.gguf book.txt --head books.head`
     """
@@ -205,7 +207,7 @@ def evaluate(
 
     from fastweights.cli.scores import report_scores, score_modes
     from fastweights.hf import scoring
-    from fastweights.hf.attach import load_attached
+    from fastweights.hf.attach import attach, load_attached
     from fastweights.hf.loading import load_model, read_file
     from fastweights.text.scores import Score, summary
 
@@ -218,6 +220,10 @@ def evaluate(
         how = replace(how, statistics=scoring.gradient_statistics(found, tokenizer, statistics, window))
     if head is not None:
         load_attached(found, head)
+    else:
+        torch.manual_seed(0)
+        attach(found)
+    asked = [m for m in scoring.modes(found) if m != "dynamic+cache" and (m != "still" or head is not None)]
     peaks: list[int | None] = []
 
     def score(mode: str, advance: Any) -> Score:
@@ -227,7 +233,7 @@ def evaluate(
         peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None)
         return scored
 
-    scores = score_modes(mode or scoring.modes(found), texts, score)
+    scores = score_modes(mode or asked, texts, score)
     numbers = summary(texts, scores, None)
     for row, peak in zip(numbers["modes"], peaks, strict=True):
         row["peak_gpu_bytes"] = peak

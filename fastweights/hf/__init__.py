@@ -14,20 +14,20 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from fastweights.hf.attach import attach, attached, detach, load_attached, save_attached, state_of
+from fastweights.hf.attach import FastState, attach, attached, detach, load_attached, save_attached, state_of, using
 from fastweights.hf.cache import FastWeightCache
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.export import export
-from fastweights.hf.head import FastHead, HeadConfig
 from fastweights.hf.model import FastWeightForCausalLM, FastWeightModel
 from fastweights.hf.other_heads import (
     FastWeightForQuestionAnswering,
     FastWeightForSequenceClassification,
     FastWeightForTokenClassification,
 )
+from fastweights.hf.residual import HeadSettings, ResidualHead
 
 __all__ = [
-    "FastHead",
+    "FastState",
     "FastWeightCache",
     "FastWeightConfig",
     "FastWeightForCausalLM",
@@ -35,7 +35,8 @@ __all__ = [
     "FastWeightForSequenceClassification",
     "FastWeightForTokenClassification",
     "FastWeightModel",
-    "HeadConfig",
+    "HeadSettings",
+    "ResidualHead",
     "attach",
     "attached",
     "detach",
@@ -43,6 +44,7 @@ __all__ = [
     "load_attached",
     "save_attached",
     "state_of",
+    "using",
 ]
 
 AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)

@@ -4,10 +4,7 @@ The mathematics is in fastweights/fwl.py. Here the output embedding belongs to s
 is served, and writes are aligned so that one code path is both the parallel pass and the step: before the features of
 token j are answered, the memory learns that token j followed the one before it.
 
-    between    features n = layer_norm(dense2(relu(dense1 x)^2)), in the place of x
-    residual   features x + n with n = dense2(relu(dense1 u)^2), u = x / rms(x); dense2 and all steps start at zero.
-               What the text changes, m, is bounded: m / sqrt(1 + (rms(m) / (BOUND rms(y)))^2), in the first layer
-               against its own output y, in the second against y = x
+The features n = layer_norm(dense2(relu(dense1 x)^2)) take the place of x.
 
 Shapes: B rows, T tokens, D width of the features, F hidden width, V vocabulary.
 """
@@ -25,12 +22,7 @@ from fastweights.torch import head as output
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 
-MODES = ("residual", "between")
-STEPS = {"between": 6, "residual": 4}  # learned step sizes: of both matrices and biases, and of the norm
-RMS_EPS = 1e-6
-# A residual's hidden units start with a threshold, so that few answer and contexts that have little in common share few
-THRESHOLD = 1.0
-BOUND = 0.3  # what was learned adds at most this share of a layer's own length: no text can drown the model
+STEPS = 6  # learned step sizes: of both matrices and biases, and of the norm's two
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,6 @@ class HeadConfig:
 
     width: int
     size: int
-    mode: str = "residual"
     normalizer: float = 1.0
     step_size: float = 0.0
     decay: float | None = None
@@ -49,8 +40,6 @@ class HeadConfig:
     eps: float = 1e-6
 
     def __post_init__(self):
-        if self.mode not in MODES:
-            raise FastWeightError(f"mode is {self.mode!r}; expected one of {', '.join(map(repr, MODES))}")
         if isinstance(self.normalizer, str):
             raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens: a stream does not "
                                   "know how many will follow")  # fmt: skip
@@ -85,28 +74,22 @@ class FastHead(nn.Module):
     def __init__(self, config: HeadConfig, *, device: Any = None, dtype: Any = None):
         super().__init__()
         self.config = config
-        self.adapting = True  # False: the model attached to answers from what is known so far
         D, F = config.width, config.size
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
         empty = lambda *shape: nn.Parameter(torch.empty(*shape, **to))  # noqa: E731
         self.dense1, self.bias1, self.dense2, self.bias2 = empty(D, F), empty(F), empty(F, D), empty(D)
-        if config.mode == "between":
-            self.scale, self.shift = empty(D), empty(D)
-        self.steps = empty(STEPS[config.mode])
+        self.scale, self.shift, self.steps = empty(D), empty(D), empty(STEPS)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the initial weights anew."""
         c = self.config
-        residual = c.mode == "residual"
         self.dense1.normal_(std=c.width**-0.5)
-        self.bias1.fill_(-THRESHOLD if residual else 0.0)
-        self.dense2.normal_(std=0.0 if residual else c.size**-0.5)
-        self.bias2.zero_()
-        if not residual:
-            self.scale.fill_(1.0)
-            self.shift.zero_()
+        self.dense2.normal_(std=c.size**-0.5)
+        for zero in (self.bias1, self.bias2, self.shift):
+            zero.zero_()
+        self.scale.fill_(1.0)
         self.steps.fill_(c.step_size)
 
     def init_state(self, batch: int) -> FWLState:
@@ -114,9 +97,9 @@ class FastHead(nn.Module):
         c, like = self.config, self.dense1
         wide = accumulation_dtype(like)
         zeros = lambda *shape: torch.zeros(batch, *shape, dtype=wide, device=like.device)  # noqa: E731
-        norm: Any = zeros(1, 1, 2 * c.width) if c.mode == "between" else None
         pending = torch.zeros(batch, c.width, dtype=like.dtype, device=like.device)
-        return FWLState(zeros(1, c.width + 1, c.size), zeros(1, c.size + 1, c.width), norm, pending, zeros())
+        return FWLState(zeros(1, c.width + 1, c.size), zeros(1, c.size + 1, c.width), zeros(1, 1, 2 * c.width),
+                        pending, zeros())  # fmt: skip
 
     def forward(
         self, x: Tensor, tokens: Tensor, unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None,
@@ -128,7 +111,7 @@ class FastHead(nn.Module):
         if mask is not None:  # whatever padding holds
             u = torch.where(mask[..., None], u, 0.0)
         if not learn:
-            return self._add(x, self._read(u, self._slow(u), lambda i, q: _ask(q, state[i]))), state
+            return self._read(u, self._slow(u), lambda i, q: _ask(q, state[i])).to(x.dtype), state
         before, slow, pending, waiting = self._aligned(u, mask, state)
         share = (before.learns / self.config.normalizer).to(u.dtype)
         written = self._write(before, self._gradient(before, tokens, unembed, bias) * share[..., None])
@@ -139,7 +122,7 @@ class FastHead(nn.Module):
                                             writes=before.learns > 0, ages=before.learns)  # fmt: skip
             return answer
 
-        features = self._add(x, self._read(u, slow, memory))
+        features = self._read(u, slow, memory).to(x.dtype)
         return features, FWLState(after[0], after[1], after[2], pending, waiting)
 
     def _aligned(self, u, mask, state):
@@ -161,63 +144,27 @@ class FastHead(nn.Module):
 
     def _gradient(self, before, tokens, unembed, bias):
         """Of the loss of each token, at the slow features of the token before it."""
-        features = before.slow.n if self.config.mode == "between" else before.x + before.slow.n
+        features = before.slow.n
         bias = unembed.new_zeros(len(unembed)) if bias is None else bias
         _, dn = output.head(features.to(unembed.dtype), unembed.mT, bias, tokens)
         return dn.to(features.dtype)
 
     def _slow(self, x):
-        if self.config.mode == "between":
-            return fwl.slow_pass(self.config.layer, OPS, self._weights(), x)
-        h1 = _unit(x) @ self.dense1 + self.bias1
-        a = torch.relu(h1).square()
-        return Slow(h1, a, None, None, a @ self.dense2 + self.bias2)
+        return fwl.slow_pass(self.config.layer, OPS, self._weights(), x)
 
     def _write(self, before, dn):
         """Keys and values of each memory."""
-        x, slow, c = before.x, before.slow, self.config
-        if c.mode == "between":
-            return fwl.write(c.layer, OPS, self._weights(), x, slow, dn)
-        g1 = (dn @ self.dense2.mT) * 2.0 * torch.relu(slow.h1)
-        keys, gradients = [_unit(x), slow.a], [g1, dn]
-        if c.first_order:
-            keys, gradients = [k.detach() for k in keys], [g.detach() for g in gradients]
-        if c.clip is not None:
-            gradients = [g * (c.clip / (g.norm(dim=-1, keepdim=True) + 1e-12)).clamp(max=1.0) for g in gradients]
-        # a mean over the inputs, so that a step size means the same for every width
-        return [(_with(k * (self.steps[2 * i] / k.shape[-1]), self.steps[2 * i + 1]), -g)
-                for i, (k, g) in enumerate(zip(keys, gradients, strict=True))]  # fmt: skip
+        return fwl.write(self.config.layer, OPS, self._weights(), before.x, before.slow, dn)
 
     def _read(self, x, slow, memory):
-        if self.config.mode == "between":
-            return fwl.read(self.config.layer, OPS, self._weights(), x, slow, memory)
-        a = torch.relu(slow.h1 + _bounded(memory(0, _with(_unit(x), 1.0)), slow.h1)).square()
-        change = (a - slow.a) @ self.dense2 + memory(1, _with(a, 1.0))
-        return slow.n + _bounded(change, x)
-
-    def _add(self, x, n):
-        return n.to(x.dtype) if self.config.mode == "between" else x + n.to(x.dtype)
+        return fwl.read(self.config.layer, OPS, self._weights(), x, slow, memory)
 
     def _weights(self):
         return dict(self.named_parameters(recurse=False))
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"{c.width}, {c.size}, mode={c.mode!r}, decay={c.decay}"
-
-
-def _unit(x):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + RMS_EPS)
-
-
-def _bounded(change, like):
-    """change, made shorter so that it is never longer than BOUND times `like`."""
-    size = change.square().mean(-1, keepdim=True) / (like.square().mean(-1, keepdim=True) + RMS_EPS)
-    return change * torch.rsqrt(1.0 + size / BOUND**2)
-
-
-def _with(x, one):
-    return torch.cat([x, torch.zeros_like(x[..., :1]) + one], -1)
+        return f"{c.width}, {c.size}, decay={c.decay}"
 
 
 def _ask(q, S):

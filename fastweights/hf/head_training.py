@@ -1,4 +1,4 @@
-"""Training a head for a frozen model: it reads documents from their start, and learns how to learn from them.
+"""Training a head for a frozen model: where its weights start and how long its steps are, first order.
 
 Several documents are read side by side, a piece of each per step. What the head knows of a document goes on from piece
 to piece; gradients stay within one. The body sees the same windows as in evaluation.
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.hf.attach import attached
-from fastweights.hf.scoring import without_head
+from fastweights.hf.attach import attached, using
 from fastweights.torch import head as output
-from fastweights.torch.tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def body(model: Any, tokens: Tensor) -> Tensor:
 
     hook = model.get_output_embeddings().register_forward_pre_hook(take)
     try:
-        with without_head(model):
+        with using(model, head=False, cache=False):
             model(tokens, use_cache=False)
     finally:
         hook.remove()
@@ -114,9 +112,13 @@ class HeadTrainer:
     def __init__(self, model: Any, documents: list[np.ndarray], how: Adapting):
         self.model, self.head, self.how, self.at = model, attached(model), how, 0
         self.rows = [pieces(documents, how, row) for row in range(how.batch)]
-        self.state = self.head.init_state(how.batch)
-        matrices = [p for n, p in self.head.named_parameters() if n != "steps"]
-        groups = [dict(params=matrices, share=1.0), dict(params=[self.head.steps], share=how.step_rate)]
+        if how.length % self.head.settings.refresh:
+            raise FastWeightError(f"length is {how.length}; expected a multiple of {self.head.settings.refresh}, the "
+                                  "head's refresh: a step reads whole chunks")  # fmt: skip
+        state = self.head.init_state(how.batch)
+        self.learned = state.dense1, state.dense2
+        matrices = [self.head.dense1, self.head.dense2]
+        groups = [dict(params=matrices, share=1.0), dict(params=[self.head.log_steps], share=how.step_rate)]
         self.optimizer = torch.optim.Adam(groups, lr=how.lr, betas=(0.9, 0.95))
 
     def skip(self, steps: int) -> None:
@@ -129,16 +131,15 @@ class HeadTrainer:
     def step(self) -> tuple[float, float]:
         """The mean loss of this step's tokens in nats, with the head and without."""
         batch = [next(row) for row in self.rows]
-        x, tokens, labels, mask = read_batch(self.model, batch, self.how)
+        x, _, labels, mask = read_batch(self.model, batch, self.how)
         goes_on = torch.tensor([p.start > 0 for p in batch], device=x.device)
-        state = map_tensors(lambda s: s.detach() * goes_on.to(s.dtype).view(-1, *[1] * (s.dim() - 1)), self.state)
+        S1, S2 = (s.detach() * goes_on.to(s.dtype)[:, None, None] for s in self.learned)
         embedding = self.model.get_output_embeddings()
         weight, bias = embedding.weight.detach(), getattr(embedding, "bias", None)
         bias = weight.new_zeros(len(weight)) if bias is None else bias.detach()
-        whole = bool(mask.all())
-        features, self.state = self.head(x, tokens, weight, bias, mask=None if whole else mask, state=state)
-        loss = lambda f: (output.loss(f, weight.mT, bias, labels) * mask).sum() / mask.sum()  # noqa: E731
-        with_head = loss(features)
+        mean = lambda losses: (losses * mask).sum() / mask.sum()  # noqa: E731
+        losses, self.learned = self.head.score(x, labels, weight, bias, (S1, S2), mask)
+        with_head = mean(losses)
         self.optimizer.zero_grad()
         with_head.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.how.clip)
@@ -147,7 +148,7 @@ class HeadTrainer:
         self.optimizer.step()
         self.at += 1
         with torch.no_grad():
-            return float(with_head), float(loss(x))
+            return float(with_head), float(mean(output.loss(x, weight.mT, bias, labels)))
 
 
 def train_head(

@@ -240,4 +240,4 @@ def _loaded(module):
 def _head(config: FastWeightConfig) -> HeadConfig:
     fast = dict(config.fast)
     size = fast.pop("size") or 2 * config.hidden_size
-    return HeadConfig(config.hidden_size, size, mode="between", **fast)
+    return HeadConfig(config.hidden_size, size, **fast)

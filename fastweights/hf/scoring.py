@@ -1,14 +1,17 @@
 """Scores of long texts by models of the ecosystem, each token with at most a window of text before it.
 
 static     windows slide over the text; nothing is remembered of what has left them
-fast       the same windows, and an attached head learns from every token of the text
+still      the same windows, and an attached head that learns nothing: what its training alone is worth
+fast       the same windows, and the head learns from every token of the text
+cache      the same windows, mixed with what a neural cache expects
+both       the head and the cache together
 dynamic    the same windows, and the model's weights are trained on each stride after it is scored
+dynamic+cache    the same, mixed with what a neural cache expects
 """
 
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +20,10 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.hf.attach import NAME, attached
+from fastweights.hf.attach import NAME, using
 from fastweights.hf.loading import read_corpus, row_of
 from fastweights.text.scores import Score, Text
+from fastweights.torch.cache import NeuralCache
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
 from fastweights.torch.tree import tensor_bytes
@@ -53,15 +57,24 @@ class Reading:
             yield max(0, start + self.stride - self.window), start, min(start + self.stride, tokens)
 
 
+PARTS = {  # of an attachment, by mode
+    "still": dict(cache=False, learn=False),
+    "fast": dict(cache=False),
+    "cache": dict(head=False),
+    "both": dict(),
+}
+
+
 def modes(model: Any) -> list[str]:
-    return ["static", *(["fast"] if hasattr(model, NAME) else []), "dynamic"]
+    """Those this model can be scored in; all but static and dynamic need `attach`."""
+    return ["static", *(PARTS if hasattr(model, NAME) else ()), "dynamic", "dynamic+cache"]
 
 
 def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading, *,
           advance: Callable[[int], Any] = lambda n: None) -> Score:  # fmt: skip
     """Score texts in one mode; the model is as before afterwards."""
     if mode not in modes(model):
-        why = "; attach a head for 'fast'" if mode == "fast" else ""
+        why = "; attach a head first" if mode in PARTS else ""
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
     model.eval()
     peak = watch_memory(model.device)
@@ -69,24 +82,14 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
     losses = []
     for text in texts:
         row = row_of(tokenizer, text).to(model.device)
-        with without_head(model, mode != "fast"):
-            loss, held = dict(static=_static, fast=_fast, dynamic=_dynamic)[mode](model, row, how)
+        if mode in PARTS:
+            loss, held = _attached(model, row, how, PARTS[mode])
+        else:
+            with using(model, head=False, cache=False):
+                loss, held = _static(model, row, how) if mode == "static" else _dynamic(model, row, how, mode)
         losses.append(loss.double().cpu().numpy())
         advance(len(text.data))
     return Score(mode, losses, time.perf_counter() - started, held, peak())
-
-
-@contextmanager
-def without_head(model: Any, wanted: bool = True) -> Iterator[None]:
-    """The model as it was before a head was attached, for a while."""
-    hooks: Any = attached(model).hooks if wanted and hasattr(model, NAME) else None
-    if hooks is not None:
-        hooks.off = True
-    try:
-        yield
-    finally:
-        if hooks is not None:
-            hooks.off = False
 
 
 @torch.no_grad()
@@ -109,21 +112,23 @@ def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tens
 
 
 @torch.no_grad()
-def _fast(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
     losses, state = [], None
-    for first, start, stop in how.spans(row.shape[1] - 1):
-        out = model(row[:, first:stop], use_cache=False, logits_to_keep=stop - start, fast_state=state,
-                    fast_context=start - first)  # fmt: skip
-        state = out.fast_state
-        losses.append(token_losses(out.logits, row[:, start + 1 : stop + 1])[0])
+    with using(model, **parts):
+        for first, start, stop in how.spans(row.shape[1] - 1):
+            out = model(row[:, first:stop], use_cache=False, logits_to_keep=stop - start, fast_state=state,
+                        fast_context=start - first)  # fmt: skip
+            state = out.fast_state
+            losses.append(token_losses(out.logits, row[:, start + 1 : stop + 1])[0])
     return torch.cat(losses), tensor_bytes(state)
 
 
-def _dynamic(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, int]:
     rule = "sgd" if how.statistics is None else "rms"
+    cache = NeuralCache() if mode == "dynamic+cache" else None
     with DynamicEvaluation(model, rule=rule, lr=how.lr, eps=EPS, segment=how.stride, context=how.window - how.stride,
-                           parameters=how.parameters, statistics=how.statistics, clip=CLIP,
-                           call=call_body) as dynamic:  # fmt: skip
+                           parameters=how.parameters, statistics=how.statistics, clip=CLIP, call=call_body,
+                           cache=cache) as dynamic:  # fmt: skip
         held = sum(p.numel() * p.element_size() for p in dynamic.named.values())
         return dynamic.run(row).losses[0], held
 

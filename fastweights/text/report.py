@@ -13,12 +13,14 @@ LABELS = {
     "static": "static windows",
     "memory": "carried memory",
     "cache": "+ neural cache",
+    "still": "+ layer, not learning",
     "fast": "+ Fast Weight Layer",
     "both": "+ layer and cache",
     "dynamic": "+ dynamic evaluation",
+    "dynamic+cache": "+ dynamic and cache",
 }
-COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "cache": "#e0a030", "fast": "#2a9d4e", "both": "#7b4fa3",
-           "dynamic": "#d1495b"}  # fmt: skip
+COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "cache": "#e0a030", "still": "#a8c8a8", "fast": "#2a9d4e",
+           "both": "#7b4fa3", "dynamic": "#d1495b", "dynamic+cache": "#e58a96"}  # fmt: skip
 
 
 def show(found: dict[str, Any], console: Console) -> None:

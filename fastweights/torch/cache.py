@@ -109,6 +109,10 @@ class NeuralCache:
     def __repr__(self) -> str:
         return f"NeuralCache({self.window}, temperatures={self.temperatures}, shares={self.shares})"
 
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments that make this cache again."""
+        return dict(window=self.window, temperatures=list(self.temperatures), shares=list(self.shares))
+
     @property
     def experts(self) -> int:
         return 1 + len(self.temperatures) * len(self.shares)
