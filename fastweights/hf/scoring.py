@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.hf.attach import NAME, using
+from fastweights.hf.attach import NAME, WINDOW, using
 from fastweights.hf.loading import read_corpus, row_of
 from fastweights.text.scores import Score, Text
 from fastweights.torch.cache import NeuralCache
@@ -125,7 +125,7 @@ def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> 
 
 def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, int]:
     rule = "sgd" if how.statistics is None else "rms"
-    cache = NeuralCache() if mode == "dynamic+cache" else None
+    cache = NeuralCache(WINDOW) if mode == "dynamic+cache" else None
     with DynamicEvaluation(model, rule=rule, lr=how.lr, eps=EPS, segment=how.stride, context=how.window - how.stride,
                            parameters=how.parameters, statistics=how.statistics, clip=CLIP, call=call_body,
                            cache=cache) as dynamic:  # fmt: skip
