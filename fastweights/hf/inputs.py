@@ -17,8 +17,10 @@ def packing_of(given: dict[str, Any]) -> dict[str, Any]:
     """The keywords that a forward pass hands on; one that it does not know is an error."""
     unknown = [name for name, x in given.items() if name not in (*PACKING, *IGNORED) and x is not None]
     if unknown:
-        raise FastWeightError(f"forward got {', '.join(unknown)}; expected no other keywords than its signature has, "
-                              f"{', '.join(PACKING)}: they would change nothing")  # fmt: skip
+        raise FastWeightError(
+            f"forward got {', '.join(unknown)}; expected no other keywords than its signature has, "
+            f"{', '.join(PACKING)}: they would change nothing"
+        )
     return {name: given[name] for name in PACKING if given.get(name) is not None}
 
 

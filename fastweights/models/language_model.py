@@ -112,8 +112,14 @@ class LanguageModel(nn.Module):
         self.fast = None
         if config.head == "fwl":
             hidden = config.fast_hidden or 2 * config.dim
-            self.fast = FWLBlock(config.dim, vocab, inputs=config.dim, hidden=hidden, unembed=self.embedding.weight,
-                                 **config.fast_options)  # fmt: skip
+            self.fast = FWLBlock(
+                config.dim,
+                vocab,
+                inputs=config.dim,
+                hidden=hidden,
+                unembed=self.embedding.weight,
+                **config.fast_options,
+            )
 
     def init_state(self, batch: int) -> State:
         """The state before the first token."""
@@ -133,9 +139,16 @@ class LanguageModel(nn.Module):
         return self.norm(x), after
 
     def score(
-        self, tokens: Tensor, labels: Tensor, state: State | None = None, *, weights: Tensor | None = None,
-        pieces: Pieces | None = None, learn: bool = True, slow: bool = True,
-    ) -> Scores:  # fmt: skip
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        state: State | None = None,
+        *,
+        weights: Tensor | None = None,
+        pieces: Pieces | None = None,
+        learn: bool = True,
+        slow: bool = True,
+    ) -> Scores:
         """The loss of each label (B, T) given the tokens (B, T) up to it.
 
         weights (B, T): 0 where a Fast Weight Layer shall not learn from the label.  learn=False: it learns nothing.
@@ -157,12 +170,19 @@ class LanguageModel(nn.Module):
         if pieces is None or pieces.whole:
             fast = fast if pieces is None else map_tensors(pieces.kept, fast)
             return self.fast.run(x, labels, weights, fast, logits=False, slow=slow)
-        out = self.fast.run(x.reshape(1, -1, x.shape[-1]), labels.reshape(1, -1), weights.reshape(1, -1),
-                            map_tensors(pieces.enter, fast), cu_seqlens=pieces.cu_seqlens, logits=False,
-                            slow=slow)  # fmt: skip
+        out = self.fast.run(
+            x.reshape(1, -1, x.shape[-1]),
+            labels.reshape(1, -1),
+            weights.reshape(1, -1),
+            map_tensors(pieces.enter, fast),
+            cu_seqlens=pieces.cu_seqlens,
+            logits=False,
+            slow=slow,
+        )
         of_slow = None if out.slow_loss is None else out.slow_loss.view(labels.shape)
-        return out._replace(loss=out.loss.view(labels.shape), slow_loss=of_slow,
-                            state=map_tensors(pieces.leave, out.state))  # fmt: skip
+        return out._replace(
+            loss=out.loss.view(labels.shape), slow_loss=of_slow, state=map_tensors(pieces.leave, out.state)
+        )
 
     def logits(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Logits (B, T, V) and the state; a Fast Weight Layer learns nothing."""

@@ -93,8 +93,9 @@ class FastWeightMixer(nn.Module):
             return self.layer(x, state, mask=mask)
         if pieces.whole:
             return self.layer(x, map_tensors(pieces.kept, state))
-        y, state = self.layer(x.reshape(1, -1, x.shape[-1]), map_tensors(pieces.enter, state),
-                              cu_seqlens=pieces.cu_seqlens)  # fmt: skip
+        y, state = self.layer(
+            x.reshape(1, -1, x.shape[-1]), map_tensors(pieces.enter, state), cu_seqlens=pieces.cu_seqlens
+        )
         return y.view(x.shape), map_tensors(pieces.leave, state)
 
     def init_state(self, batch: int) -> AttentionState:
