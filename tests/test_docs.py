@@ -1,12 +1,15 @@
-"""The documents are true: README code runs, its tree is the tree, imports go one way and stay light."""
+"""The documents are true: their code runs, numbers are the files', the tree is the tree; imports go one way, light."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fastweights
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fastweights"
@@ -84,12 +87,20 @@ def test_imports_are_quick():
     assert min(seconds(ours) for _ in range(3)) < 0.2
 
 
-def test_readme_shows_code_by_line_10():
-    assert any("import fastweights" in line for line in README.splitlines()[:10])
+def test_readme_is_one_screen_after_another():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert any('pip install ".[torch]"' in line for line in lines[:8])
+    assert any("import fastweights" in line for line in lines[:14])
 
 
-def test_readme_code_prints_what_it_says(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+TESTED_ELSEWHERE = {"huggingface.md"}  # needs transformers: test_hf.py
+PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if "```python" in p.read_text())]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in TESTED_ELSEWHERE], ids=lambda p: p.stem)
+def test_code_prints_what_it_says(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     assert blocks
     namespace = {}
     for block in blocks:
@@ -99,6 +110,35 @@ def test_readme_code_prints_what_it_says(capsys):
         assert len(printed) == len(promised)
         for line, promise in zip(printed, promised, strict=True):
             assert_says(promise, line)
+
+
+MEASURED = {  # row of the README's table -> file of benchmarks/, shape, column -> contestant
+    "delta rule, H200, GPU's clock, ms": ("nvidia-h200-delta", [8, 4096, 16, 128, 128], {1: "kernel", 2: "FLA"}),
+    "delta rule, two CPU cores, ms": ("amd-epyc-b6ea3d8-delta", [1, 2048, 4, 64, 64], {1: "chunked", 3: "Hugging Face"}),
+    "sum rule, two CPU cores, ms": ("amd-epyc-b6ea3d8-sum", [1, 2048, 4, 64, 64], {1: "chunked", 4: "fast-transformers"}),
+}
+
+
+@pytest.mark.parametrize("row", MEASURED)
+def test_readme_times_are_those_measured(row):
+    file, shape, columns = MEASURED[row]
+    results = json.loads((ROOT / "benchmarks" / f"{file}.json").read_text())["results"]
+    (result,) = [r for r in results if r["shape"] == shape]
+    cells = re.search(rf"^\| {re.escape(row)} \| (.*) \|$", README, re.M)[1].split(" | ")
+    for column, contestant in columns.items():
+        for said, direction in zip(cells[column - 1].split(" / "), ("forward", "forward_backward"), strict=True):
+            assert float(said) == pytest.approx(result[direction][contestant]["median"], rel=0.005)
+
+
+def test_readme_counts_the_claims_of_the_scoreboard():
+    scoreboard = (ROOT / "docs/results/README.md").read_text()
+    claims, reproduced = re.search(r"Of (\d+) claims: (\d+) reproduced", scoreboard).groups()
+    assert f"{claims} claims, {reproduced} reproduced" in README
+
+
+def test_one_version():
+    assert f"version: {fastweights.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{fastweights.__version__}}}" in README
 
 
 def assert_says(promise, line):
@@ -128,8 +168,9 @@ def test_links_lead_somewhere(tmp_path):
     assert broken_links(tmp_path / "page.md") == ["none.md"]
 
 
-def test_readme_tree_is_the_tree():
-    tree = re.search(r"```\nfastweights/\n(.*?)```", README, re.S).group(1)
+def test_the_tree_is_the_tree():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = re.search(r"```\nfastweights/\n(.*?)```", text, re.S).group(1)
     listed = set(re.findall(r"^  (\S+)", tree, re.M))
     hidden = {"__init__.py", "py.typed", "__pycache__/"}
     on_disk = {p.name + "/" * p.is_dir() for p in PACKAGE.iterdir()} - hidden

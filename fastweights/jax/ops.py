@@ -66,7 +66,7 @@ def fast_weight(
     Returns:
         o (B, T, H, V) in the dtype of v, and the final state (B, H, K, V) in float32 or wider.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from fastweights.jax import fast_weight
         >>> q = k = jnp.eye(3).reshape(1, 3, 1, 3)
@@ -110,7 +110,7 @@ def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: Arra
         norm: "none", "sum", "l2" or "max", over the features.
         projection: (M, d) for "favor-M" alone, from `fastweights.features.favor_projection(M, d, seed)`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from fastweights.jax import feature_map
         >>> feature_map(jnp.array([-1.0, 3.0], "float32"), "dpfp-1", norm="sum").tolist()

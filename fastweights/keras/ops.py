@@ -70,7 +70,7 @@ def fast_weight(
     Returns:
         o (B, T, H, V) in the dtype of v, and the final state (B, H, K, V) in float32 or wider.
 
-    Example:
+    Examples:
         >>> from keras import ops
         >>> from fastweights.keras import fast_weight
         >>> q = k = ops.reshape(ops.eye(3), (1, 3, 1, 3))
@@ -117,7 +117,7 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
         norm: "none", "sum", "l2" or "max", over the features.
         projection: (M, d) for "favor-M" alone, from `fastweights.features.favor_projection(M, d, seed)`.
 
-    Example:
+    Examples:
         >>> from keras import ops
         >>> from fastweights.keras import feature_map
         >>> ops.convert_to_numpy(feature_map(ops.array([-1.0, 3.0], "float32"), "dpfp-1", norm="sum")).tolist()

@@ -126,7 +126,7 @@ class DynamicEvaluation:
         segment: tokens scored between two updates.
         context: tokens before a segment that are fed again with it, unscored, for models without a carried state.
         carry: pass the state a model returns to its next call: model(tokens, state) -> (logits, state).
-        parameters: which adapt: name patterns such as "*.mlp.*"; all that require gradients when "*".
+        parameters: which adapt: name patterns such as `"*.mlp.*"`; all that require gradients when `"*"`.
         statistics: `GradientStatistics.collect(model, batches)` on training data.
         clip: largest norm of a segment's gradient.
         call: how to call an unusual model: (model, tokens, state) -> (logits, state).

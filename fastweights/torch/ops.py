@@ -88,7 +88,7 @@ def fast_weight(
 
     Under autocast q, k and v are cast to its dtype, as a matrix product would; accumulation stays in float32.
 
-    Example:
+    Examples:
         >>> q = k = torch.eye(3).reshape(1, 3, 1, 3)
         >>> v = torch.tensor([[1.0], [2.0], [3.0]]).reshape(1, 3, 1, 1)
         >>> fast_weight(q, k, v)[0].flatten().tolist()

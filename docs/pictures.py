@@ -1,0 +1,62 @@
+"""The picture on the README, from the data in this repository: `python docs/pictures.py`."""
+
+import csv
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).parent.parent
+READING = ROOT / "benchmarks/amd-epyc-ccf9fb5-lm.json"
+OVERWRITE = ROOT / "docs/results/overwrite.csv"
+OURS, THEIRS = "#1f6fb4", "#d1495b"
+
+
+def reading():
+    """(lengths, seconds, MiB carried) of each model that read a document."""
+    for model in json.loads(READING.read_text())["lm"]["reading"]:
+        times = {int(n): t["median"] / 1e3 for n, t in model["milliseconds"].items()}
+        carried = [model["carried"][str(n)] / 2**20 for n in times]
+        yield model["model"], list(times), list(times.values()), carried
+
+
+def losses(model):
+    """(numbers of keys, mean loss) of one model where keys are written again and again."""
+    found = defaultdict(list)
+    with OVERWRITE.open() as file:
+        for row in csv.DictReader(file):
+            if row["model"] == model:
+                found[int(row["S"])].append(float(row["best_2S"]))
+    return zip(*((keys, mean(found[keys])) for keys in sorted(found)), strict=True)
+
+
+def main(path):
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (time, size, write) = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    names = {"delta": "fast weights, delta rule", "transformer": "Transformer, whole context"}
+    for model, lengths, seconds, carried in reading():
+        how = dict(marker="o", linewidth=2.5, color=OURS if model == "delta" else THEIRS, label=names[model])
+        time.plot(lengths, seconds, **how)
+        size.plot(lengths, carried, **how)
+    time.set(title="Seconds to read a document", xlabel="tokens in it", yscale="log", xscale="log")
+    size.set(title="MiB carried along", xlabel="tokens in it", yscale="log", xscale="log")
+    for axis in (time, size):
+        axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+    write.plot(*losses("dpfp-1 delta"), marker="o", linewidth=2.5, color=OURS, label="delta rule")
+    write.plot(*losses("dpfp-1 sum"), marker="o", linewidth=2.5, color="#8a8a8a", label="sum rule (linear attention)")
+    write.set(title="Loss when facts are rewritten", xlabel="facts, each written about twice", ylim=(0, 0.5))
+    for axis in (time, size, write):
+        axis.grid(color="#e4e4e4")
+        axis.legend(frameon=False, loc="upper left" if axis is not size else "center right", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(ROOT / "docs/images/first.png")
