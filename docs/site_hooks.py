@@ -3,7 +3,7 @@
 - Pages of the reference are made from each module's `__all__`, so that no public name can be missing.
 - Notebooks become pages.
 - Formulas become MathML, which browsers show without any script.
-- A folder in the navigation stands for its pages; a page that is not there is left out.
+- A folder in the navigation stands for its pages; a page that is not there is left out, one that it forgets is added.
 """
 
 import ast
@@ -65,7 +65,7 @@ def notebook_page(path: Path) -> str:
 def on_config(config):
     def there(entry):
         """An entry of the navigation with folders filled in; None where there is no page."""
-        (title, target), = entry.items()
+        ((title, target),) = entry.items()
         if isinstance(target, list):
             return {title: [e for e in map(there, target) if e]}
         if target == "reference/":
@@ -77,7 +77,9 @@ def on_config(config):
             return {title: sorted(f"{target}{p.name}" for p in (DOCS / target).glob("[!R]*.md"))}
         return entry if (DOCS / target).exists() else None
 
-    config.nav = [entry for entry in map(there, config.nav) if entry]
+    nav = [entry for entry in map(there, config.nav) if entry]
+    others = sorted(p.name for p in DOCS.glob("*.md") if p.name not in str(nav))
+    config.nav = nav + ([{"Other pages": others}] if others else [])
     return config
 
 
