@@ -3,11 +3,15 @@
 The gradients are made of differentiable operations of saved tensors, so second derivatives follow by themselves.
 """
 
+from importlib.util import find_spec
+
 import torch
 from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
 __all__ = ["convolve", "depthwise", "relu", "rms_norm", "sigmoid", "silu", "softplus", "unit"]
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 class Unit(torch.autograd.Function):
@@ -112,6 +116,11 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None)
     Those are a copy where they are less than half: a state that is kept must not keep all of x.
     """
     W, T = len(weight), x.shape[1]
+    if x.is_cuda and HAS_TRITON and not is_transformed():
+        from fastweights.torch.kernels import convolution
+
+        if convolution.takes(x, weight):
+            return convolution.convolve(x, weight, before)
     x = functional.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat([before, x], 1)
     last = x[:, T:]
     return depthwise(x, weight), last.clone() if T >= W else last

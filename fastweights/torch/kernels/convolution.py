@@ -1,0 +1,184 @@
+"""The short causal convolution of a layer, one launch forward and one backward.
+
+Every channel is convolved by itself over the last W tokens: y_t = sum_j weight_j x_{t - (W - 1) + j}, where tokens
+before the first come from `before`, zeros when absent. The last W - 1 inputs, which the next call needs, are written by
+the same launch. In PyTorch's own operators this is a concatenation and a launch per tap.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.torch.kernels.plan import Plan, aligned, keep
+from fastweights.torch.kernels.tiles import INTERPRETED
+
+BT, BC = 32, 128  # tokens and channels per program
+WIDEST = 16  # taps
+_plans: dict[tuple, Plan] = {}
+
+
+@triton.jit
+def _history(x, before, b, p, c, inside, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr):
+    """Inputs [BT, BC] at positions p, which are negative in `before`."""
+    new = inside & ((p >= 0) & (p < T))[:, None]
+    value = tl.load(x + b * batch_stride + p[:, None] * stride + c[None, :], mask=new, other=0.0).to(tl.float32)
+    if before is not None:
+        at = (b * (W - 1) + p + W - 1)[:, None] * N + c[None, :]
+        old = inside & ((p < 0) & (p >= 1 - W))[:, None]
+        value += tl.load(before + at, mask=old, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _forward(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
+             BC: tl.constexpr):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = (t < T)[:, None] & (c < N)[None, :]
+    total = tl.zeros([BT, BC], tl.float32)
+    for j in tl.static_range(W):
+        w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
+        total += w[None, :] * _history(x, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
+    tl.store(y + (b * T + t)[:, None] * N + c[None, :], total.to(y.dtype.element_ty), mask=inside)
+    if tl.program_id(0) == 0:  # the last W - 1 inputs
+        i = tl.arange(0, BT)
+        some = (i < W - 1)[:, None] & (c < N)[None, :]
+        kept = _history(x, before, b, T - (W - 1) + i, c, some, T, stride, batch_stride, W, N)
+        tl.store(last + (b * (W - 1) + i)[:, None] * N + c[None, :], kept.to(last.dtype.element_ty), mask=some)
+
+
+@triton.jit
+def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constexpr):
+    """The gradient [BT, BC] of the inputs at positions p, negative in `before`."""
+    total = tl.zeros([p.shape[0], c.shape[0]], tl.float32)
+    for j in tl.static_range(W):
+        t = p + (W - 1) - j
+        w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
+        seen = inside & ((t >= 0) & (t < T))[:, None]
+        total += w[None, :] * tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
+    if dlast is not None:
+        i = p - (T - (W - 1))
+        kept = inside & ((i >= 0) & (i < W - 1))[:, None]
+        total += tl.load(dlast + (b * (W - 1) + i)[:, None] * N + c[None, :], mask=kept, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, blocks, W: tl.constexpr,
+              N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = (t < T)[:, None] & (c < N)[None, :]
+    of_x = _slope(dy, dlast, weight, b, t, c, inside, T, W, N)
+    tl.store(dx + (b * T + t)[:, None] * N + c[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
+    g = tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    part = (b * blocks + tl.program_id(0)) * W  # the sums of this block of tokens
+    for j in tl.static_range(W):
+        seen = _history(x, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
+        tl.store(dweight + (part + j) * N + c, tl.sum(g * seen, 0), mask=c < N)
+    if dbefore is not None:  # noqa: SIM102 - this is known when compiling, the other is not
+        if tl.program_id(0) == 0:
+            i = tl.arange(0, BT)
+            some = (i < W - 1)[:, None] & (c < N)[None, :]
+            of_old = _slope(dy, dlast, weight, b, i - (W - 1), c, some, T, W, N)
+            at = (b * (W - 1) + i)[:, None] * N + c[None, :]
+            tl.store(dbefore + at, of_old.to(dbefore.dtype.element_ty), mask=some)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether `convolve` computes this convolution."""
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return (x.is_cuda or INTERPRETED) and x.dtype in floats and weight.dtype in floats and len(weight) <= WIDEST
+
+
+def _key(which, *tensors):
+    return which, tensors[0].device, *[None if x is None else (x.shape, x.dtype, x.stride()) for x in tensors]
+
+
+def forward(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, last) for x (B, T, channels), whose channels lie side by side, and weight (W, channels)."""
+    key = _key("forward", x, weight, before)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(x.device, [x, weight, before])
+        (B, T, N), W = x.shape, len(weight)
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        y, last = plan.empty((B, T, N), dtype), plan.empty((B, W - 1, N), x.dtype if before is None else before.dtype)
+        if B * N:
+            plan.launch(_forward, (max(1, -(-T // BT)), -(-N // BC), B), (*plan.inputs, y, last),
+                        (T, x.stride(1), x.stride(0)), (W, N, BT, BC), num_warps=4)  # fmt: skip
+        plan.results = y.place, last.place
+        keep(_plans, key, plan)
+    tensors = plan.run(x, weight, before)
+    y, last = plan.results
+    return tensors[y], tensors[last]
+
+
+def backward(dy, dlast, x, weight, before):
+    """Gradients of x, weight and before."""
+    dy, dlast = aligned(dy), None if dlast is None else aligned(dlast)
+    key = _key("backward", x, dy, dlast, weight, before)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(x.device, [dy, dlast, x, weight, before])
+        (B, T, N), W = x.shape, len(weight)
+        blocks = max(1, -(-T // BT))
+        dx = plan.empty((B, T, N), x.dtype)
+        dbefore = None if before is None else plan.empty((B, W - 1, N), before.dtype)
+        parts = plan.empty((B * blocks, W, N), torch.float32)
+        if B * N:
+            plan.launch(_backward, (blocks, -(-N // BC), B), (*plan.inputs, dx, dbefore, parts),
+                        (T, x.stride(1), x.stride(0), blocks), (W, N, BT, BC), num_warps=4)  # fmt: skip
+        dtype = weight.dtype
+        dweight = plan.compute(lambda parts: parts.sum(0).to(dtype), (parts,), (W, N), dtype)
+        plan.results = dx.place, dweight.place, None if dbefore is None else dbefore.place
+        keep(_plans, key, plan)
+    tensors = plan.run(dy, dlast, x, weight, before)
+    return [None if i is None else tensors[i] for i in plan.results]
+
+
+def plain(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same in differentiable operators: what second derivatives go through."""
+    W, T = len(weight), x.shape[1]
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    history = torch.nn.functional.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], 1)
+    y = torch.stack([weight[j].to(dtype) * history[:, j : j + T].to(dtype) for j in range(W)]).sum(0)
+    return y, history[:, T:].to(x.dtype if before is None else before.dtype)
+
+
+class Convolve(torch.autograd.Function):
+    """`forward` with its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, before):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, before)
+        return forward(x, weight, before)
+
+    @staticmethod
+    def backward(ctx, dy, dlast):
+        x, weight, before = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second derivatives
+            with torch.enable_grad():
+                leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+                          for t in (x, weight, before) if t is not None]  # fmt: skip
+                outputs = plain(*leaves, *[None] * (3 - len(leaves)))
+                asked = [(o, g) for o, g in zip(outputs, (dy, dlast), strict=True) if g is not None]
+                grads = torch.autograd.grad([o for o, _ in asked], leaves, [g for _, g in asked], create_graph=True,
+                                            allow_unused=True, materialize_grads=True)  # fmt: skip
+            return *grads, *[None] * (3 - len(grads))
+        dy = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weight.dtype)) if dy is None else dy
+        return tuple(backward(dy, dlast, x, weight, before))
+
+
+def convolve(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, the last W - 1 inputs) for x (B, T, channels), weight (W, channels) and before (B, W - 1, channels)."""
+    x = x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 else x.contiguous().clone()
+    weight, before = aligned(weight), None if before is None else aligned(before)
+    given = [t for t in (x, weight, before) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return Convolve.apply(x, weight, before)
+    return forward(x, weight, before)

@@ -1,0 +1,88 @@
+"""The short convolution's kernels against its plain form in float64; in Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+
+from fastweights.torch.kernels import convolution
+
+
+@elsewhere
+def test_everything_in_the_interpreter():
+    run_in_the_interpreter(__file__)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh memory is NaN, so that an element left unwritten cannot pass."""
+    make = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: make(*a, **kw).fill_(float("nan")))
+
+
+def problem(B, T, N, W, before, extra=0):
+    torch.manual_seed(0)
+    x = torch.randn(B, T, N + extra, device=DEVICE)[..., extra:]  # a slice of a projection
+    weight = torch.randn(W, N, device=DEVICE)
+    return x, weight, torch.randn(B, W - 1, N, device=DEVICE) if before else None
+
+
+@runs
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("T, N, W, extra", [(1, 5, 4, 0), (2, 130, 4, 8), (40, 130, 3, 4), (65, 16, 2, 0)])
+def test_outputs_and_gradients(T, N, W, extra, before):
+    given = problem(2, T, N, W, before, extra)
+    results = []
+    for run, dtype in ((convolution.convolve, torch.float32), (convolution.plain, torch.float64)):
+        leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in given]
+        y, last = run(*leaves)
+        up = torch.arange(y.numel(), dtype=dtype, device=DEVICE).view(y.shape).cos()
+        up_last = torch.arange(last.numel(), dtype=dtype, device=DEVICE).view(last.shape).sin()
+        grads = torch.autograd.grad([y, last], [t for t in leaves if t is not None], [up, up_last])
+        results.append([y, last, *grads])
+    for got, want in zip(*results, strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@runs
+def test_the_last_inputs_need_no_gradient_and_get_one_alone():
+    for which in (0, 1):
+        leaves = [t.requires_grad_() for t in problem(1, 9, 7, 4, True)]
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        got = torch.autograd.grad(convolution.convolve(*leaves)[which].sin().sum(), leaves, allow_unused=True)
+        want = torch.autograd.grad(convolution.plain(*exact)[which].sin().sum(), exact, allow_unused=True)
+        for a, b in zip(got, want, strict=True):
+            b = torch.zeros_like(a).double() if b is None else b
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@runs
+def test_second_derivatives():
+    x, weight, before = problem(1, 6, 5, 3, True)
+    second = []
+    for run in (convolution.convolve, convolution.plain):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight, before)]
+        once = torch.autograd.grad(run(*leaves)[0].sin().sum(), leaves, create_graph=True)
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in once), leaves))
+    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
+
+
+@runs
+def test_a_stream_cut_anywhere_equals_the_whole():
+    x, weight, before = problem(2, 20, 9, 4, True)
+    y, last = convolution.convolve(x, weight, before)
+    for cut in (1, 2, 7, 19):
+        y_1, state = convolution.convolve(x[:, :cut], weight, before)
+        y_2, state = convolution.convolve(x[:, cut:], weight, state)
+        torch.testing.assert_close((torch.cat([y_1, y_2], 1), state), (y, last), rtol=0, atol=0)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_half_precision_sums_in_float32(dtype):
+    x, weight, _ = problem(1, 30, 16, 4, False)
+    y, last = convolution.convolve(x.to(dtype), weight.to(dtype), None)
+    exact, _ = convolution.plain(x.to(dtype).double(), weight.to(dtype).double(), None)
+    assert (y.dtype, last.dtype) == (dtype, dtype)
+    assert (y.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+    assert convolution.convolve(x.to(dtype), weight, None)[0].dtype == torch.float32  # as torch promotes
