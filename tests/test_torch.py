@@ -159,6 +159,9 @@ def test_compiles_without_a_graph_break(rng):
         compiled = torch.compile(lambda *x, cu=packed: call(*x, cu_seqlens=cu), fullgraph=True, backend="aot_eager")
         for got, want in zip(compiled(*inputs), call(*inputs, cu_seqlens=packed), strict=True):
             torch.testing.assert_close(got, want)
+        with torch.no_grad():
+            for got, want in zip(compiled(*inputs), call(*inputs, cu_seqlens=packed), strict=True):
+                torch.testing.assert_close(got, want)
         got, want = (torch.autograd.grad(f(*inputs)[0].sum(), inputs)
                      for f in (compiled, lambda *x, cu=packed: call(*x, cu_seqlens=cu)))  # fmt: skip
         torch.testing.assert_close(got, want)

@@ -116,6 +116,9 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     q, k, v, *rest = inputs[:GIVEN]
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
+        if not gradient:  # torch.compile takes an autograd function for one with a context where gradients are off
+            o, state, *_ = ADDED[method.name].forward([q, k, v, *rest], spec.text, 0)
+            return o, state
     # `Function.apply` binds arguments to defaults for the sake of transforms; where none look on, its base will do
     apply = FastWeight.apply if watched else super(torch.autograd.Function, FastWeight).apply
     o, state, *_ = apply(method.name, spec.text, layout, q, k, v, *rest)
