@@ -4,14 +4,15 @@
     python benchmarks/learning_while_reading.py body --work W --body gated-delta --minutes 5
     python benchmarks/learning_while_reading.py tune --work W --body gated-delta --minutes 1.5
     python benchmarks/learning_while_reading.py score --work W --body gated-delta --out results --minutes 8
-    python benchmarks/learning_while_reading.py score ... --arms dynamic --worker 0 --workers 4 &      (four of them)
+    python benchmarks/learning_while_reading.py speed --work W --body gated-delta --out results
     python benchmarks/learning_while_reading.py table --work W --body gated-delta --out results
 
 `prepare` splits the text at `<page>`, trains a tokenizer and encodes. `body` trains a language model whose last layer
 is a Fast Weight Layer that does not learn. `tune` trains that layer and its steps through their own learning, the rest
 frozen: the published sum, and gradients at the current weights every 16, 64 and 256 tokens. `score` scores held-out
-pages, every token before it is learned from, in every arm; it goes on where it stopped. `table` writes CSV files: the
-loss of each page by position (page, position, tokens, bytes, nats), and one line per arm.
+pages, every token before it is learned from, in every arm; it goes on where it stopped, and several processes may score
+different --arms at once. `speed` times the arms one page at a time. `table` writes CSV files: the loss of each page, by
+position, frequency and repetition, and one line per arm.
 
 W holds what is large: tokens, weights, losses per page.
 """
@@ -24,6 +25,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import dynamic_side_by_side as side_by_side
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,7 +40,7 @@ from fastweights.torch.tree import map_tensors
 
 REFRESH = (16, 64, 256)
 SEGMENT = 64  # of dynamic evaluation
-BIN = 256  # tokens per line of the CSV files
+EPS = 1e-4  # of its rule rms
 STARTED = time.perf_counter()
 
 
@@ -52,10 +54,13 @@ def prepare(given):
     test = np.random.default_rng(0).random(len(pages)) < given.held_out
     tokenizer = Subwords.train(given.vocab, (p for p, held in zip(pages, test, strict=True) if not held))
     tokenizer.save(given.work)
-    encoded = tokenizer.tokenizer.encode_batch([p.decode("latin-1") for p in pages], add_special_tokens=False)
-    ids = [np.array([tokenizer.start, *e.ids], np.uint16) for e in encoded]
-    np.savez(given.work / "pages.npz", tokens=np.concatenate(ids), at=np.cumsum([0, *map(len, ids)]), test=test,
-             bytes=tokenizer.lengths())  # fmt: skip
+    ids = []
+    for at in range(0, len(pages), 512):  # an encoding takes a hundred times the memory of its ids
+        some = [p.decode("latin-1") for p in pages[at : at + 512]]
+        encoded = tokenizer.tokenizer.encode_batch(some, add_special_tokens=False)
+        ids += [np.array([tokenizer.start, *e.ids], np.uint16) for e in encoded]
+    np.savez_compressed(given.work / "pages.npz", tokens=np.concatenate(ids), at=np.cumsum([0, *map(len, ids)]),
+                        test=test, bytes=tokenizer.lengths())  # fmt: skip
     print(f"{len(pages)} pages, {sum(map(len, ids)):,} tokens, {int(test.sum())} pages held out")
 
 
@@ -111,8 +116,9 @@ def make(given, vocab):
     return LanguageModel(config, vocab).to(given.device)
 
 
-def autocast(given):
-    return torch.autocast("cuda", torch.bfloat16) if given.device == "cuda" else nullcontext()
+def autocast(given, cache=True):
+    on = given.device == "cuda"
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=cache) if on else nullcontext()
 
 
 def trained(given, optimizer, loss_of, name):
@@ -225,10 +231,16 @@ def tune(given):
 
 
 class Arm:
-    """A way to score a page: a name and a function from (index of the page, its tokens) to losses (T,)."""
+    """A way to score pages.
 
-    def __init__(self, name, score, note=""):
-        self.name, self.score, self.note = name, score, note
+    score: from the tokens of a page to its losses (T,);  together: from those of many pages, for ways that read them
+    side by side;  note: what was chosen for it.
+    """
+
+    def __init__(self, name, score=None, note="", together=None):
+        self.name, self.note = name, note
+        self.together = together or (lambda rows: [score(row) for row in rows])
+        self.side_by_side = together is not None
 
 
 def best_rate(name, start, loss_of, factor=2.0, most=10):
@@ -322,50 +334,73 @@ class Scorer:
     def cached(self, row, losses):
         return NeuralCache(self.given.cache).score(self.x(row), self.labels(row), losses[None])[0][0]
 
+    def divide(self, rule):
+        """What divides the gradients: nothing, or the root of their mean square over windows of training pages."""
+        if rule == "sgd":
+            return None
+        rng, model = np.random.default_rng(0), self.model
+        rows = [torch.from_numpy(self.pages.inside(rng, 1, min(512, self.given.length))) for _ in range(16)]
+        model.requires_grad_(True)
+        statistics = GradientStatistics.collect(model, [r.to(self.given.device) for r in rows], call=self.whole)
+        model.requires_grad_(False)
+        return statistics
+
+    def whole(self, model, tokens, state):
+        """The model as DynamicEvaluation calls it."""
+        with autocast(self.given):
+            logits, after = model.logits(tokens, state)
+        return logits.float(), after._replace(fast=None)
+
     def dynamic(self, rule, which):
         """Dynamic evaluation of all weights, memory carried, or of the layer's own on features read once."""
-        names = (
-            "*" if which == "all" else [f"fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
-        )
-        model, current = self.model, {}
+        statistics, alone = self.divide(rule), which == "block"
+        divide = None if statistics is None else {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()}
+        module = side_by_side.Alone(self.model) if alone else side_by_side.Whole(self.model)
+        names = [n for n, _ in module.named_parameters() if not n.endswith("steps")]
+        if alone:
+            names = [f"model.fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
 
-        def whole(model, tokens, state):
-            with autocast(self.given):
-                logits, after = model.logits(tokens, state)
-            return logits.float(), after._replace(fast=None)
+        context = nullcontext if alone else lambda: autocast(self.given, False)
 
-        def alone(model, tokens, state):
-            at = state or 0
-            return model.fast.slow_logits(current["x"][:, at : at + tokens.shape[1]]), at + tokens.shape[1]
-
-        statistics = None
-        if rule == "rms":
-            rng = np.random.default_rng(0)
-            batches = [torch.from_numpy(self.pages.inside(rng, 1, min(512, self.given.length))) for _ in range(16)]
-            model.requires_grad_(True)
-            statistics = GradientStatistics.collect(model, [b.to(self.given.device) for b in batches], call=whole)
-            model.requires_grad_(False)
-
-        def at(rate):
-            def score(row):
-                current["x"] = self.x(row) if which == "block" else None
-                with DynamicEvaluation(model, rule=rule, lr=rate, eps=1e-4, segment=SEGMENT, carry=True, clip=1.0,
-                                       parameters=names, statistics=statistics,
-                                       call=whole if which == "all" else alone) as run:  # fmt: skip
-                    return run.run(torch.from_numpy(row)[None].to(self.given.device)).losses[0].cpu().numpy()
-
-            return score
+        def together(rows, rates, clips):
+            at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
+            inputs = [self.x(r)[0] if alone else torch.from_numpy(r[:-1]).to(self.given.device) for r in rows]
+            losses = side_by_side.score(module, names, inputs, [self.labels(r)[0] for r in rows], at(rates), at(clips),
+                                        divide=divide, segment=SEGMENT, most=self.given.together, context=context)  # fmt: skip
+            return [x.cpu().numpy() for x in losses]
 
         start = {("sgd", "all"): 0.2, ("sgd", "block"): 1.0, ("rms", "all"): 2e-4, ("rms", "block"): 8e-4}[rule, which]
         name = f"dynamic-{which}-{rule}"
-        rate = self.rate(name, start, at)
-        return Arm(name, lambda i, row: at(rate)(row), f"rate {rate:.3g}")
+        rate, clip = self.rate_and_clip(name, start, together)
+        return Arm(name, None, f"rate {rate:.3g}, clip {clip:g}",
+                   lambda rows: together(rows, [rate] * len(rows), [clip] * len(rows)))  # fmt: skip
+
+    def rate_and_clip(self, name, start, together):
+        """The best pair on validation pages, all pairs side by side; the grid grows until its best lies inside."""
+        path = self.folder / f"rate-{name}.json"
+        if not path.exists():
+            rows = [self.pages.page(i, self.given.tune_tokens) for i in self.pages.valid]
+            found, wanted = {}, [(i, clip) for clip in (1.0, math.inf) for i in (-2, -1, 0, 1, 2)]
+            while wanted:
+                pairs = [pair for pair in wanted for _ in rows]
+                losses = together(rows * len(wanted), [start * 2.0**i for i, _ in pairs], [c for _, c in pairs])
+                for k, pair in enumerate(wanted):
+                    mean = float(np.mean(np.concatenate(losses[k * len(rows) : (k + 1) * len(rows)])))
+                    found[pair] = mean if math.isfinite(mean) else 1e9
+                    print(
+                        f"  {name}: rate {start * 2.0 ** pair[0]:.3g}, clip {pair[1]:g}: {found[pair]:.4f}", flush=True
+                    )
+                i, clip = min(found, key=found.get)
+                wanted = [(k, clip) for k in (i - 2, i - 1, i + 1, i + 2) if (k, clip) not in found]
+                wanted = wanted if {(i - 1, clip), (i + 1, clip)} - set(found) else []
+            path.write_text(json.dumps([start * 2.0**i, clip]))
+        return json.loads(path.read_text())
 
     def arms(self):
         """Makers of arms, cheap ones first; those of `tune` only where it has run."""
-        yield "static", lambda: Arm("static", lambda i, row: self.static(row))
-        yield "memory", lambda: Arm("memory", lambda i, row: self.slow(row))
-        yield "cache", lambda: Arm("cache", lambda i, row: self.cached(row, self.slow(row)))
+        yield "static", lambda: Arm("static", self.static)
+        yield "memory", lambda: Arm("memory", self.slow)
+        yield "cache", lambda: Arm("cache", lambda row: self.cached(row, self.slow(row)))
         for refresh in (64, 16, 256):
             yield f"refresh-{refresh}", lambda r=refresh: self.of_block(f"refresh-{r}", self.untrained(r))
         yield "cumulative-64", lambda: self.of_block("cumulative-64", self.untrained(64, "cumulative"))
@@ -374,6 +409,7 @@ class Scorer:
             name = f"refresh-{refresh}-trained" if refresh else "published"
             if (self.folder / f"layer-{refresh or 'sum'}.safetensors").exists():
                 yield name, lambda n=name, r=refresh: self.of_block(n, self.tuned(r))
+                yield f"{name}-not-learning", lambda n=name, r=refresh: self.not_learning(n, self.tuned(r))
                 if refresh in (16, 64):
                     yield (
                         f"cache-{name}",
@@ -384,8 +420,12 @@ class Scorer:
         for rule in ("sgd", "rms"):
             yield f"dynamic-all-{rule}", lambda r=rule: self.dynamic(r, "all")
 
+    def not_learning(self, name, block):
+        """What the layer's training gained without learning from the page."""
+        return Arm(f"{name}-not-learning", lambda row: block.slow_loss(self.x(row), self.labels(row))[0].detach())
+
     def of_block(self, name, block, cache=False):
-        def score(i, row):
+        def score(row):
             losses = self.learned(block, row)
             return self.cached(row, losses) if cache else losses
 
@@ -403,70 +443,155 @@ def score(given):
         mine = [i for i in scorer.pages.test[given.worker :: given.workers] if not (target / f"{i}.npy").exists()]
         if not mine:
             continue
-        arm, began, count = make_arm(), time.perf_counter(), 0
+        arm = make_arm()
         (target / "note.txt").write_text(arm.note)
-        for i in mine:
+        began, count = time.perf_counter(), 0
+        for some in [mine] if arm.side_by_side else [[i] for i in mine]:
             if time.perf_counter() - STARTED > 60 * given.minutes:
                 print(f"time is over in {name}; run again to go on")
                 return
-            row, start = scorer.pages.page(i), time.perf_counter()
-            losses = arm.score(i, row)
-            losses = losses.float().cpu().numpy() if torch.is_tensor(losses) else losses
-            count += len(losses)
-            part = target / f"{i}.part.npy"
-            np.save(part, np.r_[losses, time.perf_counter() - start].astype(np.float32))  # the seconds come last
-            part.rename(target / f"{i}.npy")
+            rows, start = [scorer.pages.page(i) for i in some], time.perf_counter()
+            found = [x.float().cpu().numpy() if torch.is_tensor(x) else x for x in arm.together(rows)]
+            seconds = (time.perf_counter() - start) / len(some)
+            for i, losses in zip(some, found, strict=True):
+                count += len(losses)
+                part = target / f"{i}.part.npy"
+                np.save(part, np.r_[losses, seconds].astype(np.float32))  # the seconds come last
+                part.rename(target / f"{i}.npy")
         print(f"{name}: {count:,} tokens in {time.perf_counter() - began:.1f} s", flush=True)
-    table(given)
+
+
+def speed(given):
+    """speed.csv: seconds of one page per way to read it, body included, one page at a time; and whether dynamic
+    evaluation side by side gives the losses of `DynamicEvaluation`."""
+    scorer = Scorer(given)
+    row = max((scorer.pages.page(i, given.tune_tokens) for i in scorer.pages.test), key=len)
+    labels, part = scorer.labels(row), row[: 16 * SEGMENT + 1]
+
+    def read(block=None, cache=False):
+        scorer.seen.clear()
+        losses = scorer.slow(row) if block is None else scorer.learned(block, row)
+        return scorer.cached(row, losses) if cache else losses
+
+    def dynamic(rule="sgd", statistics=None):
+        with DynamicEvaluation(scorer.model, rule=rule, lr=0.05 if rule == "sgd" else 5e-5, eps=EPS, segment=SEGMENT,
+                               carry=True, clip=1.0, statistics=statistics, call=scorer.whole) as run:  # fmt: skip
+            return run.run(torch.from_numpy(part)[None].to(given.device)).losses[0]
+
+    blocks = {refresh: layer(given, scorer.model, refresh) for refresh in (16, 64, 256, 0)}
+    ways = {"memory": read, "cache": lambda: read(cache=True)}
+    ways |= {f"refresh-{r}" if r else "published": lambda b=b: read(b) for r, b in blocks.items()}
+    ways |= {"cache-refresh-64": lambda: read(blocks[64], True), "dynamic-all-sgd": dynamic}
+    lines = []
+    for name, way in ways.items():
+        times = []
+        for _ in range(4 if name != "dynamic-all-sgd" else 2):
+            _wait(given)
+            start = time.perf_counter()
+            losses = way()
+            _wait(given)
+            times.append(time.perf_counter() - start)
+        lines.append([name, len(losses), f"{(found := float(np.median(times[1:]))):.4f}", f"{len(losses) / found:.0f}"])
+        print(*lines[-1], flush=True)
+    out = given.out / scorer.folder.name
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "speed.csv", ["arm", "tokens", "seconds", "tokens_per_second"], lines)
+    for rule in ("sgd", "rms"):
+        statistics = scorer.divide(rule)
+        want = dynamic(rule, statistics)
+        module = side_by_side.Whole(scorer.model)
+        got = side_by_side.score(
+            module, [n for n, _ in module.named_parameters()], [torch.from_numpy(part[:-1]).to(given.device)] * 2,
+            [labels[0, : len(part) - 1]] * 2, torch.tensor([0.05 if rule == "sgd" else 5e-5] * 2, device=given.device),
+            torch.tensor([1.0, 1.0], device=given.device), context=lambda: autocast(given, False),
+            divide=statistics and {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()},
+        )[0]  # fmt: skip
+        print(f"{rule}, side by side {float(got.mean()):.5f}, one page at a time {float(want.mean()):.5f} nats; "
+              f"largest difference of a token {float((got - want).abs().max()):.5f}", flush=True)  # fmt: skip
+
+
+def _wait(given):
+    if given.device == "cuda":
+        torch.cuda.synchronize()
+
+
+POSITIONS = [0, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+COUNTS = [0, 100, 1000, 10_000, 100_000, 10**9]  # of a token in the training pages
+REPEATS = [0, 1, 2, 4, 8, 16, 32, 10**9]  # earlier in the page
 
 
 def table(given):
-    """CSV files: per page and position for each arm that has all pages, and a summary with bootstrap intervals."""
+    """CSV files of the arms that have all pages.
+
+    pages.csv: bytes of each page and nats by arm.  bins.csv: tokens, bytes and nats by position in the page, by count
+    of the token in training, and by how often it was earlier in the page.  summary.csv: bits per byte of all pages, and
+    the gain over carried memory with a 95 % interval by bootstrap over pages.
+    """
     pages, source = Pages(given), folder(given)
     out = given.out / source.name
     out.mkdir(parents=True, exist_ok=True)
     rows, found = [pages.page(i) for i in pages.test], {}
-    sizes = [pages.bytes[row[1:]] for row in rows]
     for target in sorted((source / "losses").glob("*")):
         files = [target / f"{i}.npy" for i in pages.test]
         if all(f.exists() for f in files):
             found[target.name] = [np.load(f) for f in files]
-    for name, losses in found.items():
-        with open(out / f"{name}.csv", "w", newline="") as file:
-            write = csv.writer(file)
-            write.writerow(["page", "position", "tokens", "bytes", "nats"])
-            for i, loss, size in zip(pages.test, losses, sizes, strict=True):
-                for at in range(0, len(size), BIN):
-                    part = loss[:-1][at : at + BIN]
-                    write.writerow([i, at, len(part), size[at : at + BIN].sum(), f"{part.sum():.4f}"])
-    tokens = np.concatenate([row[1:] for row in rows]).astype(np.uint16)
-    every = {name: np.concatenate([x[:-1] for x in y]).astype(np.float16) for name, y in found.items()}
-    at = np.cumsum([0, *map(len, sizes)])
-    np.savez_compressed(out / "tokens.npz", pages=pages.test, tokens=tokens, at=at, bytes=pages.bytes, **every)
-    total = np.array([s.sum() for s in sizes])
-    per_page = {n: np.array([x[:-1].sum() for x in y]) / math.log(2) for n, y in found.items()}
+    trained = np.zeros(len(pages.tokens), bool)
+    for i in pages.train:
+        trained[pages.at[i] : pages.at[i + 1]] = True
+    counts = np.bincount(pages.tokens[trained], minlength=pages.vocab)
+    tokens = np.concatenate([row[1:] for row in rows])
+    size = pages.bytes[tokens]
+    kinds = {
+        "position": (np.concatenate([np.arange(len(row) - 1) for row in rows]), POSITIONS),
+        "count": (counts[tokens], COUNTS),
+        "repeats": (np.concatenate([_earlier(row[1:]) for row in rows]), REPEATS),
+    }
+    bins = []
+    for arm, losses in found.items():
+        nats = np.concatenate([x[:-1] for x in losses]).astype(np.float64)
+        for kind, (values, edges) in kinds.items():
+            where = np.digitize(values, edges) - 1
+            for k, low in enumerate(edges[:-1]):
+                if (here := where == k).any():
+                    bins.append([arm, kind, low, edges[k + 1], here.sum(), size[here].sum(), f"{nats[here].sum():.3f}"])
+    _write(out / "bins.csv", ["arm", "by", "low", "high", "tokens", "bytes", "nats"], bins)
+    total = np.array([pages.bytes[row[1:]].sum() for row in rows])
+    per_page = {n: np.array([x[:-1].sum(dtype=np.float64) for x in y]) for n, y in found.items()}
+    lines = [[i, len(row) - 1, b, *(f"{x[k]:.3f}" for x in per_page.values())]
+             for k, (i, row, b) in enumerate(zip(pages.test, rows, total, strict=True))]  # fmt: skip
+    _write(out / "pages.csv", ["page", "tokens", "bytes", *per_page], lines)
     draws = np.random.default_rng(0).integers(len(total), size=(2000, len(total)))
-    with open(out / "summary.csv", "w", newline="") as file:
-        write = csv.writer(file)
-        write.writerow(
-            ["arm", "pages", "tokens", "bits_per_byte", "gain_over_memory", "low", "high", "seconds", "note"]
-        )
-        for name, bits in sorted(per_page.items(), key=lambda item: -item[1].sum()):
-            gain = [np.nan] * 3
-            if "memory" in per_page:
-                less = per_page["memory"] - bits
-                some = less[draws].sum(1) / total[draws].sum(1)
-                gain = [less.sum() / total.sum(), *np.quantile(some, [0.025, 0.975])]
-            note = (source / "losses" / name / "note.txt").read_text()
-            seconds = sum(float(x[-1]) for x in found[name])
-            write.writerow([name, len(total), sum(map(len, sizes)), f"{bits.sum() / total.sum():.4f}",
-                            *(f"{g:.4f}" for g in gain), f"{seconds:.1f}", note])  # fmt: skip
+    lines = []
+    for name, nats in sorted(per_page.items(), key=lambda item: -item[1].sum()):
+        less = (per_page.get("memory", nats) - nats) / math.log(2)
+        some = less[draws].sum(1) / total[draws].sum(1)
+        gain = [less.sum() / total.sum(), *np.quantile(some, [0.025, 0.975])]
+        note = (source / "losses" / name / "note.txt").read_text()
+        seconds = sum(float(x[-1]) for x in found[name])
+        lines.append([name, len(total), len(tokens), f"{nats.sum() / math.log(2) / total.sum():.4f}",
+                      *(f"{g:.4f}" for g in gain), f"{seconds:.1f}", note])  # fmt: skip
+    names = ["arm", "pages", "tokens", "bits_per_byte", "gain_over_memory", "low", "high", "seconds", "note"]
+    _write(out / "summary.csv", names, lines)
     print((out / "summary.csv").read_text())
+
+
+def _earlier(tokens):
+    """(T,): how often each token was earlier in the page."""
+    seen, found = {}, np.zeros(len(tokens), np.int64)
+    for t, token in enumerate(tokens.tolist()):
+        found[t] = seen.get(token, 0)
+        seen[token] = found[t] + 1
+    return found
+
+
+def _write(path, names, lines):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([names, *lines])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["prepare", "body", "tune", "score", "table"])
+    parser.add_argument("stage", choices=["prepare", "body", "tune", "score", "speed", "table"])
     parser.add_argument("--work", type=Path, required=True, help="folder for tokens, weights and losses")
     parser.add_argument("--text", type=Path, help="the text, split at <page>; for prepare")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV files")
@@ -492,6 +617,7 @@ def main():
     parser.add_argument("--tune-tokens", type=int, default=4096, help="tokens of each of them")
     parser.add_argument("--cache", type=int, default=2048, help="window of the neural cache")
     parser.add_argument("--arms", nargs="*", default=[], help="beginnings of names; all when absent")
+    parser.add_argument("--together", type=int, default=32, help="pages that dynamic evaluation reads side by side")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="processes that share the pages")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,107 @@
+"""Dynamic evaluation of many documents side by side, each with weights, rate and clip of its own.
+
+`fastweights.torch.DynamicEvaluation` reads one document at a time, and a GPU waits for the host between its many small
+kernels. Here `torch.func.vmap` maps the gradient over documents, so that one launch serves all of them. The numbers
+are those of `DynamicEvaluation` (the stage `speed` of learning_while_reading.py compares them); the rule is sgd, or rms
+where `divide` is given.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastweights.models.language_model import LanguageModel, State
+from fastweights.torch.tree import flatten, map_tensors
+
+
+class Whole(nn.Module):
+    """Logits (C, V) of tokens (C,) by the whole model, its memory carried as a flat list of tensors."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model, self.like = model, model.init_state(1).blocks
+
+    def start(self) -> list[Tensor]:
+        return [x for _, x in flatten(self.like)]
+
+    def forward(self, tokens: Tensor, *state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        parts = iter(state)
+        blocks = map_tensors(lambda _: next(parts), self.like)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for some of the others
+            logits, after = self.model.logits(tokens[None], State(blocks, None))
+        return logits[0], [x for _, x in flatten(after.blocks)]
+
+
+class Alone(nn.Module):
+    """Logits (C, V) of features (C, D) by the model's last layer, which carries nothing."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def start(self) -> list[Tensor]:
+        return []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return self.model.fast.slow_logits(x[None])[0], []
+
+
+@torch.no_grad()
+def score(
+    module: nn.Module, names: list[str], inputs: list[Tensor], labels: list[Tensor], rates: Tensor, clips: Tensor, *,
+    divide: dict[str, Tensor] | None = None, segment: int = 64, most: int = 32,
+    context: Callable[[], Any] = nullcontext,
+) -> list[Tensor]:  # fmt: skip
+    """Losses (T,) of each document, every token scored before it is learned from.
+
+    names: the parameters of the module that learn.  inputs: (T, ...) of each document;  labels: (T,) of each.
+    rates, clips: (N,) of each.  divide: what divides a gradient, by name.  most: documents at once.
+    context: in which the module is called, such as autocast.
+    """
+    order = sorted(range(len(labels)), key=lambda i: -len(labels[i]))
+    found: list[Tensor] = [labels[0]] * len(labels)
+    for a in range(0, len(order), most):
+        some = order[a : a + most]
+        pick = torch.tensor(some, device=rates.device)
+        losses = _together(module, names, [inputs[i] for i in some], [labels[i] for i in some], rates[pick],
+                           clips[pick], divide, segment, context)  # fmt: skip
+        for i, row in zip(some, losses, strict=True):
+            found[i] = row[: len(labels[i])]
+    return found
+
+
+def _together(module, names, inputs, labels, rates, clips, divide, segment, context):
+    """Documents, the longest first, as rows filled up to its length; rows that have ended are left out by eights."""
+    own = dict(module.named_parameters())
+    weights = {n: own[n].detach().expand(len(labels), *own[n].shape).clone() for n in names}
+    lengths = [len(y) for y in labels]
+    inputs, labels = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (inputs, labels))
+    state = [x.detach().expand(len(lengths), *x.shape) for x in module.start()]
+
+    def loss_of(weights, x, y, *state):
+        logits, after = functional_call(module, weights, (x, *state))
+        losses = F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, y, reduction="none")
+        return losses.mean(), (losses, after)
+
+    step = vmap(grad(loss_of, has_aux=True))
+    parts, width = [], lengths[0]
+    for at in range(0, width, segment):
+        n = min(len(lengths), -(-sum(length > at for length in lengths) // 8) * 8)
+        part = slice(at, min(at + segment, width))
+        now = {name: w[:n] for name, w in weights.items()}
+        with context():
+            grads, (losses, state) = step(now, inputs[:n, part], labels[:n, part], *(x[:n] for x in state))
+        parts.append(F.pad(losses, (0, 0, 0, len(lengths) - n)))
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+        rate = rates[:n] * (clips[:n] / (norm + 1e-12)).clamp(max=1.0)
+        for name, w in now.items():
+            g = grads.pop(name).to(w.dtype)
+            g = g if divide is None else g / divide[name]
+            w.sub_(g.mul_(rate.view(-1, *[1] * (w.dim() - 1)).to(w.dtype)))
+    return torch.cat(parts, 1)
