@@ -366,7 +366,8 @@ class Scorer:
             at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
             inputs = [self.x(r)[0] if alone else torch.from_numpy(r[:-1]).to(self.given.device) for r in rows]
             losses = side_by_side.score(module, names, inputs, [self.labels(r)[0] for r in rows], at(rates), at(clips),
-                                        divide=divide, segment=SEGMENT, most=self.given.together, context=context)  # fmt: skip
+                                        divide=divide, segment=SEGMENT, most=self.given.together,
+                                        context=context)  # fmt: skip
             return [x.cpu().numpy() for x in losses]
 
         start = {("sgd", "all"): 0.2, ("sgd", "block"): 1.0, ("rms", "all"): 2e-4, ("rms", "block"): 8e-4}[rule, which]
