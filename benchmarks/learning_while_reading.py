@@ -447,7 +447,9 @@ def score(given):
         arm = make_arm()
         (target / "note.txt").write_text(arm.note)
         began, count = time.perf_counter(), 0
-        for some in [mine] if arm.side_by_side else [[i] for i in mine]:
+        mine.sort(key=lambda i: len(scorer.pages.page(i)))  # those that are read side by side are of like length
+        size = given.together if arm.side_by_side else 1
+        for some in (mine[at : at + size] for at in range(0, len(mine), size)):
             if time.perf_counter() - STARTED > 60 * given.minutes:
                 print(f"time is over in {name}; run again to go on")
                 return
