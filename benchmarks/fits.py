@@ -39,12 +39,11 @@ def launches(dtype, K, V, delta, rates, name, hopper):
     spec = Spec("delta" if delta else "sum", features=name, norm="none" if name == "identity" else "l2")
     tma = lambda layout, q, BK, V, BV: hopper and q.shape[-1] == BK and V % BV == 0 and dtype != torch.float32  # noqa: E731
     with patch.object(blocks, "uses_tma", tma), patch.object(blocks, "_multiprocessors", lambda device: 132):
-        shapes = kernels.Shapes(inputs, spec)
-        given = [*kernels.ready(inputs, spec), *shapes.tables]
+        given = [*kernels.ready(inputs, spec), None, None, None]
         saved = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in kernels.saves(inputs, spec, 1)]
         plans = (
-            kernels.plan_forward(given, inputs, spec, shapes, save=True),
-            kernels.plan_backward([v, None, *given, *saved], inputs, spec, shapes),
+            kernels.plan_forward(given, inputs, spec, True, save=True),
+            kernels.plan_backward([v, None, *given, *saved], inputs, spec, True),
         )
     return [launch for plan in plans for launch in plan.launches]
 

@@ -144,6 +144,12 @@ def test_keys_that_repeat(rng, dtype):
         assert error < 4 * torch.finfo(dtype).eps, f"{n}: relative error {error:.1e}"
 
 
+def short_spans(monkeypatch):
+    """Spans of two chunks, so that short sequences have several; plans made with longer ones are forgotten."""
+    monkeypatch.setattr(kernels.blocks, "SPAN", 2)
+    monkeypatch.setattr(kernels, "_plans", {})
+
+
 def without_decay(rng, rule, **sizes):
     """What gradients are walked for, piece by piece: the delta rule with its rates, and plain sums."""
     args = problem(rng, decay=False, **sizes)
@@ -157,7 +163,7 @@ def without_decay(rng, rule, **sizes):
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_spans(rng, monkeypatch, rule, read, K, V):
-    monkeypatch.setattr(kernels.blocks, "SPAN", 2)
+    short_spans(monkeypatch)
     check(without_decay(rng, rule, B=2, T=300, H=1, K=K, V=V), rule=rule, read=read)
 
 
@@ -166,7 +172,7 @@ def test_spans(rng, monkeypatch, rule, read, K, V):
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_packed_equals_each_by_itself(rng, monkeypatch, rule, decay, cuts):
-    monkeypatch.setattr(kernels.blocks, "SPAN", 2)
+    short_spans(monkeypatch)
     sizes = dict(B=1, T=cuts[-1], H=2, K=16, V=16, sequences=4)
     args = tensors(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), torch.float32)
     do, dS = torch.randn_like(args["v"]), torch.randn_like(args["state"])
@@ -187,6 +193,7 @@ def test_packed_equals_each_by_itself(rng, monkeypatch, rule, decay, cuts):
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_sections_in_parallel(rng, monkeypatch, rule, decay):
     monkeypatch.setattr(kernels.sequence_parallel, "sections", lambda *shape: 2)
+    monkeypatch.setattr(kernels, "_plans", {})
     sizes = dict(B=2, T=128, H=1, K=16, V=16)
     check(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), HALF[0], rule=rule)
 

@@ -1,6 +1,7 @@
 """How kernels are compiled and launched: together, before any starts, once per kind; then by address alone."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +44,7 @@ class Compiled:
 @pytest.fixture
 def log(monkeypatch):
     monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(launch, "on_device", lambda device: threading.Lock())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return []
 
 

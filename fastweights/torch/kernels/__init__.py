@@ -48,19 +48,23 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
     return methods.run(METHOD, inputs, spec)
 
 
-class Shapes:
-    """What plans depend on beside the spec: rows per span, sections per sequence, and the packing."""
+def feature_width(inputs: Inputs, spec: Spec) -> int:
+    """The width K of the features of q and k."""
+    D = inputs.q.shape[-1]
+    return parse(spec.features).width(D) if spec.maps else D
 
-    def __init__(self, inputs: Inputs, spec: Spec):
-        B, T, H, D = inputs.q.shape
-        K = parse(spec.features).width(D) if spec.maps else D
-        packed = inputs.cu_seqlens is not None
-        self.every = blocks.every(K, inputs.v.shape[-1], inputs.q.dtype, inputs, spec)
-        self.sections = 1 if packed else sequence_parallel.sections(B, T, H, K, inputs.q.dtype, spec)
-        self.tables: tuple[Any, ...] = (None, None, None)
-        self.whole = T % tiles.C == 0
-        if packed:
-            self.tables, self.whole = tiles.pack(inputs.cu_seqlens, T, self.every)
+
+def rows_per_span(inputs: Inputs, spec: Spec) -> int:
+    """How many chunks the backward pass goes through from one kept memory."""
+    return blocks.every(feature_width(inputs, spec), inputs.v.shape[-1], inputs.q.dtype, inputs, spec)
+
+
+def pack(inputs: Inputs, spec: Spec) -> tuple[tuple[Any, ...], bool]:
+    """(tables of a packed batch, three times None for a plain one;  whether every chunk is full)."""
+    T = inputs.q.shape[1]
+    if inputs.cu_seqlens is None:
+        return (None, None, None), T % tiles.C == 0
+    return tiles.pack(inputs.cu_seqlens, T, rows_per_span(inputs, spec))
 
 
 def ready(inputs: Inputs, spec: Spec) -> list[Tensor | None]:
@@ -74,11 +78,11 @@ def ready(inputs: Inputs, spec: Spec) -> list[Tensor | None]:
 _plans: dict[tuple, Plan] = {}
 
 
-def _key(which, spec, shapes, given):
-    """What a plan is made for."""
+def _key(which, spec, whole, given):
+    """What a plan is made for; everything else follows from it."""
     precision = torch.get_float32_matmul_precision()
     tensors = [None if x is None else (x.shape, x.dtype, x.stride()) for x in given]
-    return which, spec, precision, shapes.every, shapes.sections, shapes.whole, given[0].device, *tensors
+    return which, spec, precision, whole, given[0].device, *tensors
 
 
 def layout(inputs: Inputs, spec: Spec) -> int:
@@ -88,9 +92,8 @@ def layout(inputs: Inputs, spec: Spec) -> int:
 
 def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtype]]:
     """Shapes and dtypes of X (delta rule), S and, where a span has several rows, u (delta rule)."""
-    (B, T, H, D), V = inputs.q.shape, inputs.v.shape[-1]
-    K = parse(spec.features).width(D) if spec.maps else D
-    every = blocks.every(K, V, inputs.q.dtype, inputs, spec)
+    (B, T, H, _), V, K = inputs.q.shape, inputs.v.shape[-1], feature_width(inputs, spec)
+    every = rows_per_span(inputs, spec)
     rows, kept = (bound(B, T, tiles.C * size, inputs.cu_seqlens) for size in (1, every))
     X = [(rows, H, tiles.C, tiles.C)] if spec.delta else []
     u = [tuple(inputs.v.shape)] if spec.delta and every > 1 else []
@@ -99,15 +102,15 @@ def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtyp
 
 def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(o, state, saved): X, the inverses; S, the memory before each span; u, what was written. See `saves`."""
-    shapes, save = Shapes(inputs, spec), layout > 0
-    given = [*ready(inputs, spec), *shapes.tables]
-    key = _key(("forward", save), spec, shapes, given)
+    tables, whole = pack(inputs, spec)
+    given, save = [*ready(inputs, spec), *tables], layout > 0
+    key = _key(("forward", save), spec, whole, given)
     plan = _plans.get(key)
     if plan is None:
-        plan = plan_forward(given, inputs, spec, shapes, save)
+        plan = plan_forward(given, inputs, spec, whole, save)
         if save:  # the backward pass will follow: its kernels are compiled beside these
             saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in saves(inputs, spec, layout)]
-            plan.finish(plan_backward([inputs.v, None, *given, *saved], inputs, spec, shapes))
+            plan.finish(plan_backward([inputs.v, None, *given, *saved], inputs, spec, whole))
         keep(_plans, key, plan)
     tensors = plan.run(*given)
     o, state, *saved = (tensors[i] for i in plan.results)
@@ -116,43 +119,39 @@ def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, li
 
 def backward(do: Tensor, dstate: Tensor | None, inputs: Inputs, saved: list[Tensor], spec: Spec) -> Inputs:
     """Gradients as an Inputs."""
-    shapes = Shapes(inputs, spec)
+    tables, whole = pack(inputs, spec)
     dstate = None if dstate is None else aligned(dstate)
-    given = [aligned(do), dstate, *ready(inputs, spec), *shapes.tables, *saved]
-    key = _key("backward", spec, shapes, given)
+    given = [aligned(do), dstate, *ready(inputs, spec), *tables, *saved]
+    key = _key("backward", spec, whole, given)
     plan = _plans.get(key)
     if plan is None:
-        plan = plan_backward(given, inputs, spec, shapes)
+        plan = plan_backward(given, inputs, spec, whole)
         keep(_plans, key, plan)
     tensors = plan.run(*given)
     return Inputs(*(None if i is None else tensors[i] for i in plan.results))
 
 
-def _inputs(plan, slots, inputs, spec, shapes):
+def _inputs(plan, slots, inputs, spec, whole):
     """(Inputs of slots, q and k mapped;  q and k as they came;  the layout;  sections per sequence)."""
     q, k, *rest = slots[:ARRAYS]
     raw = q, k
     if spec.maps:
         phi = parse(spec.features)
         q, k = (maps_kernels.plan_forward(plan, x, tuple(inputs.q.shape), phi, spec.norm) for x in raw)
-    B, T = inputs.q.shape[:2]
-    packed = inputs.cu_seqlens is not None
-    n = shapes.sections
+    B, T, H = inputs.q.shape[:3]
+    packed, every = inputs.cu_seqlens is not None, rows_per_span(inputs, spec)
+    n = 1 if packed else sequence_parallel.sections(B, T, H, q.shape[-1], q.dtype, spec)
     x = Inputs(q, k, *rest)
     x = x.map_tokens(lambda slot: sequence_parallel.cut(n, slot))
     tables = slots[ARRAYS:]
-    where = (
-        tiles.Layout.packed(tables, shapes.whole, T, shapes.every)
-        if packed
-        else tiles.Layout.plain(B * n, T // n, shapes.every)
-    )
+    where = tiles.Layout.packed(tables, whole, T, every) if packed else tiles.Layout.plain(B * n, T // n, every)
     return x, raw, where, n
 
 
-def plan_forward(given: list, inputs: Inputs, spec: Spec, shapes: Shapes, save: bool) -> Plan:
+def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
     """The plan of a forward pass; its results are the slots of o, the state and what is saved."""
     plan, precision = Plan(given[0].device, given), float32_products()
-    x, _, where, n = _inputs(plan, plan.inputs, inputs, spec, shapes)
+    x, _, where, n = _inputs(plan, plan.inputs, inputs, spec, whole)
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
     X = inverse.inverse(plan, x.k, beta, log_g, where, precision) if spec.delta else None
     walk, B = (x.q, x.k, x.v, beta, log_g, X), inputs.q.shape[0]
@@ -169,12 +168,12 @@ def plan_forward(given: list, inputs: Inputs, spec: Spec, shapes: Shapes, save: 
     return plan
 
 
-def plan_backward(given: list, inputs: Inputs, spec: Spec, shapes: Shapes) -> Plan:
+def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
     """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs."""
     plan, precision = Plan(given[2].device, given), float32_products()
     do, end, *slots = plan.inputs
     slots, saved = slots[:CALL], slots[CALL:]
-    x, raw, where, n = _inputs(plan, slots, inputs, spec, shapes)
+    x, raw, where, n = _inputs(plan, slots, inputs, spec, whole)
     X, S, u = (*saved, None)[:3] if spec.delta else (None, *saved, None)
     B, do = inputs.q.shape[0], sequence_parallel.cut(n, do)
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
@@ -182,7 +181,7 @@ def plan_backward(given: list, inputs: Inputs, spec: Spec, shapes: Shapes) -> Pl
         arrays = (x.q, x.k, beta, log_g, X, do, end)
         end = sequence_parallel.after_each(plan, B, *arrays, where, spec, precision)
     dy, dstate, D = backward_kernels.reverse(plan, x.q, x.k, beta, log_g, X, do, end, where, spec, precision, save=True)
-    if shapes.every > 1:
+    if where.every > 1:
         u = u if spec.delta else x.v
         dq, dk, dbeta = spans.past(plan, x.k, x.beta, S, do, u, dy, where, spec, precision)
         dk = spans.future(plan, x.q, x.k, D, do, u, dy, dk, where, spec, precision)

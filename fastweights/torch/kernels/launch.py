@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +56,7 @@ def compile_together(launches: list[Launch], device: torch.device) -> None:
 
 
 def _compile(launch, device):
-    with on_device(device):
+    with torch.cuda.device(device):
         arguments = (*launch.dtypes, *launch.numbers, *launch.constants)
         compiled = launch.kernel.warmup(*arguments, grid=launch.grid, **dict(launch.options))
         compiled[(*launch.grid, 1, 1)[:3]]  # builds its launcher and loads it
@@ -103,8 +102,6 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def on_device(device: torch.device) -> Any:
-    """Triton launches on the current device, which need not be this one."""
-    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)
+def is_current(device: torch.device) -> bool:
+    """Whether Triton, which launches on the current device, launches on this one."""
+    return torch._C._cuda_getDevice() == device.index

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.torch.kernels.launch import Launch, compile_together, current_stream, launcher, on_device
+from fastweights.torch.kernels.launch import Launch, compile_together, current_stream, is_current, launcher
 
 
 class Slot(NamedTuple):
@@ -93,19 +93,23 @@ class Plan:
             if type(buffer) is tuple:
                 buffer = torch.empty(buffer[0], dtype=buffer[1], device=device)
             tensors.append(buffer)
-        with on_device(device):
-            if device.type == "cuda":
-                stream = current_stream(device)
-                where: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
-            else:
-                stream, where = 0, tensors
-            for function, slots, out in self.program:  # type: ignore[union-attr]
-                if slots is None:
-                    function(where, stream)
-                else:
-                    tensors[out] = x = function(*[None if i is None else tensors[i] for i in slots])
-                    where[out] = x.data_ptr() if device.type == "cuda" else x
+        if device.type != "cuda":
+            self._go(tensors, tensors, 0)
+        elif is_current(device):
+            self._go(tensors, [None if x is None else x.data_ptr() for x in tensors], current_stream(device))
+        else:
+            with torch.cuda.device(device):
+                self._go(tensors, [None if x is None else x.data_ptr() for x in tensors], current_stream(device))
         return tensors
+
+    def _go(self, tensors, where, stream):
+        """All steps. where: what a launch takes for each tensor, its address or, in the interpreter, itself."""
+        for function, slots, out in self.program:
+            if slots is None:
+                function(where, stream)
+            else:
+                tensors[out] = x = function(*[None if i is None else tensors[i] for i in slots])
+                where[out] = x if where is tensors else x.data_ptr()
 
 
 def aligned(x: Tensor) -> Tensor:
