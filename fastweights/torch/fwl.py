@@ -17,6 +17,7 @@ from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
+from fastweights.torch.tracing import is_watched
 
 
 class FWLBlock(LazyModuleMixin, nn.Module):
@@ -180,7 +181,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def _plain(self, weights):
         """Whether fwl_loss.py, which is faster, has this case."""
         c = self.config
-        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        transformed = is_watched()
         plain = (c.rule, c.decay, c.clip, c.refresh) == ("sum", None, None, None)
         return plain and not weights.requires_grad and not transformed
 

@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
+from fastweights.torch.tracing import is_watched
+
 __all__ = ["convolve", "depthwise", "relu", "rms_norm", "sigmoid", "silu", "softplus", "unit"]
 
 HAS_TRITON = find_spec("triton") is not None
@@ -41,22 +43,17 @@ class Unit(torch.autograd.Function):
         return torch.addcmul(dy, y, along, value=-1) * inverse, None
 
 
-def is_transformed() -> bool:
-    """Whether the compiler, which fuses plain forms itself, or a transform such as vmap sees the call."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
 def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
-    learning = (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
+    learning = (x.requires_grad and torch.is_grad_enabled()) or is_watched()
     return Unit.apply(x, eps)[0] if learning else Unit.forward(x, eps)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean x^2 + eps) * weight over the last axis, in the dtype of x, computed in float32 or wider."""
-    if x.is_cuda and not is_transformed():  # there torch has it in one launch
+    if x.is_cuda and not is_watched():  # there torch has it in one launch
         return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
     width = x.shape[-1]
     wide = x if x.dtype == torch.float64 else x.float()
@@ -103,7 +100,7 @@ def _dot(x, y):
 def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (B, T + W - 1, channels) convolved along its second axis with weight (W, channels): (B, T, channels)."""
     W, T = len(weight), x.shape[1] - len(weight) + 1
-    if is_transformed() or torch.onnx.is_in_onnx_export():
+    if is_watched() or torch.onnx.is_in_onnx_export():
         return torch.stack([weight[j] * x[:, j : j + T] for j in range(W)]).sum(0)
     dtype = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -116,7 +113,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None)
     Those are a copy where they are less than half: a state that is kept must not keep all of x.
     """
     W, T = len(weight), x.shape[1]
-    if x.is_cuda and HAS_TRITON and not is_transformed():
+    if x.is_cuda and HAS_TRITON and not is_watched():
         from fastweights.torch.kernels import convolution
 
         if convolution.takes(x, weight):

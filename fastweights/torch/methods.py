@@ -16,6 +16,7 @@ from fastweights import core
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 
 GIVEN = ARRAYS + 1  # arrays of Inputs that methods see: the differentiable ones and cu_seqlens
 
@@ -112,7 +113,7 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     if not gradient and not watched:
         o, state, _ = method.forward(inputs, spec, 0)
         return o, state
-    layout = method.layout(inputs, spec) if gradient or torch._C._are_functorch_transforms_active() else 0
+    layout = method.layout(inputs, spec) if gradient or is_transformed() else 0
     q, k, v, *rest = inputs[:GIVEN]
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
@@ -128,11 +129,6 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
 def needs_gradient(inputs: Inputs) -> bool:
     """Whether autograd records an operation on these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:ARRAYS])
-
-
-def is_watched() -> bool:
-    """Whether a compiler or a transform looks on, which must see operators instead of what they do."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def state_shape(inputs: Inputs, spec: Spec) -> tuple[Any, ...]:
@@ -162,7 +158,7 @@ def _operator(name, which, *tensors):
     """The operator itself where someone may look on, else the function behind it: 20 us less per call."""
     operators = ADDED[name]
     plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    if is_watched() or not plain or torch._C._len_torch_dispatch_stack():
+    if is_watched() or not plain or has_modes():
         return getattr(operators, which)
     return None
 

@@ -12,7 +12,8 @@ from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.methods import is_watched, map_plainly, needs_gradient, state_shape
+from fastweights.torch.methods import map_plainly, needs_gradient, state_shape
+from fastweights.torch.tracing import is_transformed, is_watched
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -227,7 +228,7 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
 
 def _has_kernel(x, name, norm, projection):
     """Whether a kernel maps x in one pass over memory."""
-    if not x.is_cuda or not HAS_TRITON or projection is not None or torch._C._are_functorch_transforms_active():
+    if not x.is_cuda or not HAS_TRITON or projection is not None or is_transformed():
         return False  # vmap has no rule for the kernel
     from fastweights.torch.kernels import features as fused
 

@@ -18,6 +18,7 @@ from fastweights.fwl import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
 from fastweights.torch import head, held
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.tracing import is_watched
 
 Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
 
@@ -123,7 +124,7 @@ def run(
 
 
 def _differentiates():
-    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    transformed = is_watched()
     return torch.is_grad_enabled() or transformed
 
 

@@ -19,6 +19,7 @@ from fastweights.torch.kernels import forward as forward_kernels
 from fastweights.torch.kernels.plan import Plan, aligned, keep
 from fastweights.torch.methods import Method, needs_gradient
 from fastweights.torch.packing import bound
+from fastweights.torch.tracing import is_transformed
 
 INTERPRETED = tiles.INTERPRETED
 CALL = ARRAYS + 3  # tensors of a call: its arrays, and the tables of its packing
@@ -43,7 +44,7 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
     """(o, state). overwrite: the new state may take the place of the old one; only a single token does so."""
     q = inputs.q
     one = q.shape[1] == 1 and inputs.cu_seqlens is None and q.shape[-1] <= 4096  # a program holds its memory's rows
-    if one and not needs_gradient(inputs) and not torch._C._are_functorch_transforms_active():
+    if one and not needs_gradient(inputs) and not is_transformed():
         return step.run(inputs, spec, overwrite)
     return methods.run(METHOD, inputs, spec)
 

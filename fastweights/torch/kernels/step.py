@@ -13,7 +13,8 @@ from fastweights.core import ARRAYS, Inputs, Spec
 from fastweights.features import EPS, parse
 from fastweights.torch.kernels.features import KINDS, NORMS, _phi, _scale
 from fastweights.torch.kernels.plan import Plan, aligned, keep
-from fastweights.torch.methods import is_watched, of_text, register, state_shape
+from fastweights.torch.methods import of_text, register, state_shape
+from fastweights.torch.tracing import is_watched
 
 BV = 16  # columns of the memory per program: many programs, since one token keeps none of them busy for long
 
