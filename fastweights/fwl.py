@@ -77,6 +77,12 @@ class FWLConfig:
         return self.hidden or 4 * self.size
 
     @property
+    def words(self):
+        """The block in a few words, for its repr."""
+        kind = f"rule={self.rule!r}" if self.refresh is None else f"refresh={self.refresh}, within={self.within!r}"
+        return f"{self.size}, {self.vocab_size}, attn_chunks={self.attn_chunks}, normalizer={self.normalizer!r}, {kind}"
+
+    @property
     def initial_step(self):
         return math.log(self.step_size) if self.log_steps else self.step_size
 

@@ -16,7 +16,7 @@ from oracle import assert_close
 from fastweights import FastWeightError, fwl
 from fastweights.fwl import FWLState
 
-FILES = [f"tests/test_fwl_{name}.py" for name in ("frameworks", "errors", "keras")]
+FILES = [f"tests/test_fwl_{name}.py" for name in ("frameworks", "refresh_frameworks", "errors", "keras")]
 
 
 def in_keras(config):

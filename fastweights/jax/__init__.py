@@ -11,6 +11,7 @@ from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.jax.ops import fast_weight, feature_map
+from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "FastWeightProgrammer",
     "FastWeightRNN",
     "RNNState",
+    "RefreshState",
     "export_parameters",
     "fast_weight",
     "feature_map",

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fastweights import fwl
+from fastweights import fwl, refresh
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.framework import OPS
 from fastweights.jax.ops import _values
 from fastweights.literals import Normalizer, Rule
+from fastweights.refresh import RefreshState
 
 
 class FWLBlock(nn.Module):
@@ -48,6 +49,12 @@ class FWLBlock(nn.Module):
         clip: largest length of a token's gradient at each layer.
         first_order: cut the second-order part of the training gradient (the steps still learn).
         eps: of the layer norm.
+        refresh: tokens after which gradients are taken at the weights as they have become: they then correct what was
+            learned, so that nothing need decay. None for the published layer, whose gradients are those of the
+            trained weights and add up.
+        within: how the tokens between two refreshes are answered: "held", with the weights as they were at the first
+            of them (dynamic evaluation of this block), or "cumulative", as the published layer does.
+        log_steps: the parameter `steps` holds the logarithms of the steps, which then stay positive.
         unembed: an `nn.Embed(vocab_size, size)` whose embedding to share; its own when absent.
         bias: whether the output embedding has a bias; when absent, only if it is the block's own.
         dtype: of the computation; that of the input and the parameters together when absent.
@@ -69,6 +76,9 @@ class FWLBlock(nn.Module):
     clip: float | None = None
     first_order: bool = False
     eps: float = 1e-6
+    refresh: int | None = None
+    within: str = "held"
+    log_steps: bool = False
     unembed: nn.Embed | None = None
     bias: bool | None = None
     dtype: Any = None
@@ -86,7 +96,7 @@ class FWLBlock(nn.Module):
     @property
     def config(self) -> fwl.FWLConfig:
         """What the block is, for every framework."""
-        return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig) if hasattr(self, f.name)})
+        return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig)})
 
     def __call__(self, x: Array, labels: Array, weights: Array) -> Array:
         """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
@@ -97,7 +107,7 @@ class FWLBlock(nn.Module):
         x: Array,
         labels: Array,
         weights: Array,
-        state: FWLState | None = None,
+        state: Any = None,
         *,
         previous_label: Array | None = None,
         cu_seqlens: Array | None = None,
@@ -105,7 +115,7 @@ class FWLBlock(nn.Module):
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document.
+        state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
         previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
             first, with weight 1. When absent, it is forgotten: give known labels their weight.
         cu_seqlens: documents packed into one row.
@@ -113,10 +123,13 @@ class FWLBlock(nn.Module):
         """
         x, labels, weights = self._checked(x, labels, weights)
         cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
         if state is not None:
-            fwl.check_state(self.config, state, len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[-1])
+            self._check_state(state, sequences, x.shape[-1])
         if previous_label is not None:
             previous_label = self._previous(jnp.asarray(previous_label), state)
+        if self.refresh is not None:
+            return self._refreshed(x, labels, weights, state, sequences, previous_label, cu_seqlens, logits)
         return fwl.forward(
             self.config, OPS, self._weights(x), x, labels, weights, state, previous_label=previous_label,
             cu_seqlens=cu_seqlens, logits=logits,
@@ -135,7 +148,7 @@ class FWLBlock(nn.Module):
         return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
 
     @nn.nowrap
-    def init_state(self, batch: int) -> FWLState:
+    def init_state(self, batch: int) -> Any:
         """The state before the first token, for `step`.
 
         With `inputs` given, `block.init_state(2)`; else `block.apply(variables, 2, method="init_state")`.
@@ -146,13 +159,16 @@ class FWLBlock(nn.Module):
         if inputs is None:
             raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or "
                                   'block.apply(variables, batch, method="init_state")')  # fmt: skip
+        if c.refresh is not None:
+            dtypes = dict(wide=accumulation_dtype(dtype), input=dtype, whole=jnp.int32)
+            return refresh.initial(c, inputs, batch, lambda shape, kind: jnp.zeros(shape, dtypes[kind]))
         zeros = lambda *shape: jnp.zeros((batch, *shape), accumulation_dtype(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), zeros(inputs).astype(dtype), zeros())  # fmt: skip
 
     def step(
-        self, x: Array, previous_label: Array | None, state: FWLState, weight: Array | None = None
-    ) -> tuple[Array, FWLState]:
+        self, x: Array, previous_label: Array | None, state: Any, weight: Array | None = None
+    ) -> tuple[Array, Any]:
         """Logits (B, V) and the state for the next token x (B, D).
 
         previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
@@ -160,13 +176,35 @@ class FWLBlock(nn.Module):
         if isinstance(self.normalizer, str):
             raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens for step: "
                                   "a stream does not know how many tokens will follow")  # fmt: skip
-        x, state = jnp.asarray(x), FWLState(*state)
-        fwl.check_state(self.config, state, len(x), x.shape[-1])
+        x, state = jnp.asarray(x), (FWLState if self.refresh is None else RefreshState)(*state)
+        self._check_state(state, len(x), x.shape[-1])
         if previous_label is None:
-            previous_label, weight = jnp.zeros(len(x), jnp.int32), jnp.zeros_like(state.waiting)
-        weight = jnp.ones_like(state.waiting) if weight is None else jnp.asarray(weight)
+            previous_label, weight = jnp.zeros(len(x), jnp.int32), jnp.zeros(len(x))
+        weight = jnp.ones(len(x)) if weight is None else jnp.asarray(weight)
         x, label, weight = self._checked(x[:, None], jnp.asarray(previous_label)[:, None], weight[:, None])
+        if self.refresh is not None:
+            state = refresh.labelled(self.config, OPS, state, label[:, 0], weight[:, 0])
+            out = self._refreshed(x, label * 0, weight * 0, state, len(x), None, None, True)
+            return out.logits[:, 0], out.state
         return fwl.step(self.config, OPS, self._weights(x), x[:, 0], label[:, 0], weight[:, 0], state)
+
+    def _refreshed(self, x, labels, weights, state, sequences, previous_label, cu_seqlens, logits):
+        p = self._weights(x)
+        fresh = state is None
+        if fresh:
+            dtypes = dict(wide=accumulation_dtype(x), input=x.dtype, whole=jnp.int32)
+            zeros = lambda shape, kind: jnp.zeros(shape, dtypes[kind])  # noqa: E731
+            state = refresh.initial(self.config, x.shape[-1], sequences, zeros)
+        if previous_label is not None:
+            state = refresh.labelled(self.config, OPS, state, previous_label, jnp.ones(len(previous_label)))
+        share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
+        return refresh.run(self.config, OPS, p, x, labels, share, RefreshState(*state), loop=jax.lax.scan, fresh=fresh,
+                           cu_seqlens=cu_seqlens, logits=logits)  # fmt: skip
+
+    @nn.nowrap
+    def _check_state(self, state, sequences, inputs):
+        check = fwl.check_state if self.refresh is None else refresh.check_state
+        check(self.config, state, sequences, inputs)
 
     @nn.compact
     def _weights(self, x):
@@ -186,7 +224,7 @@ class FWLBlock(nn.Module):
     def _initial(self, key, name, shape):
         if len(shape) == 2:
             return jax.random.normal(key, shape, self.param_dtype) * shape[0] ** -0.5
-        return jnp.full(shape, dict(scale=1.0, steps=self.step_size).get(name, 0.0), self.param_dtype)
+        return jnp.full(shape, dict(scale=1.0, steps=self.config.initial_step).get(name, 0.0), self.param_dtype)
 
     def _input(self, x):
         """x in the dtype of the computation."""
@@ -196,7 +234,8 @@ class FWLBlock(nn.Module):
     def _previous(self, label, state):
         """The labels of waiting tokens, checked."""
         fwl.check_previous(self.config, label, state)
-        return self._checked(state.pending[:, None], label[:, None], jnp.ones_like(state.waiting)[:, None])[1][:, 0]
+        x = jnp.zeros((len(label), 1, state.pending.shape[-1]), state.pending.dtype)
+        return self._checked(x, label[:, None], jnp.ones((len(label), 1)))[1][:, 0]
 
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""
@@ -215,8 +254,7 @@ class FWLBlock(nn.Module):
         return x, labels, weights
 
     def __repr__(self) -> str:
-        return (f"FWLBlock({self.size}, {self.vocab_size}, attn_chunks={self.attn_chunks}, "
-                f"normalizer={self.normalizer!r}, rule={self.rule!r})")  # fmt: skip
+        return f"FWLBlock({self.config.words})"
 
 
 def make_labels(

@@ -8,6 +8,7 @@ from fastweights.keras.fwl import FWLBlock, make_labels
 from fastweights.keras.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.keras.ops import fast_weight, feature_map
 from fastweights.keras.sequential import FastWeightProgrammer, FastWeightRNN
+from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FastWeightProgrammer",
     "FastWeightRNN",
     "RNNState",
+    "RefreshState",
     "export_parameters",
     "fast_weight",
     "feature_map",

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights import fwl
+from fastweights import fwl, refresh
 from fastweights.checks import debugging
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
@@ -16,6 +16,7 @@ from fastweights.keras.framework import OPS, Tensor
 from fastweights.keras.nn import add_parameter, random_generator
 from fastweights.keras.ops import _values
 from fastweights.literals import Normalizer, Rule
+from fastweights.refresh import RefreshState
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -45,6 +46,12 @@ class FWLBlock(keras.layers.Layer):
         clip: largest length of a token's gradient at each layer.
         first_order: cut the second-order part of the training gradient (the steps still learn).
         eps: of the layer norm.
+        refresh: tokens after which gradients are taken at the weights as they have become: they then correct what was
+            learned, so that nothing need decay. None for the published layer, whose gradients are those of the
+            trained weights and add up.
+        within: how the tokens between two refreshes are answered: "held", with the weights as they were at the first
+            of them (dynamic evaluation of this block), or "cumulative", as the published layer does.
+        log_steps: the parameter `steps` holds the logarithms of the steps, which then stay positive.
         unembed: a `keras.layers.Embedding(vocab_size, size)` whose weights to share; its own when absent.
         bias: whether the output embedding has a bias; when absent, only if it is the block's own.
         name, trainable, dtype: as for any Keras layer; `dtype` may be a policy such as "mixed_bfloat16".
@@ -67,6 +74,9 @@ class FWLBlock(keras.layers.Layer):
         clip: float | None = None,
         first_order: bool = False,
         eps: float = 1e-6,
+        refresh: int | None = None,
+        within: str = "held",
+        log_steps: bool = False,
         unembed: keras.layers.Embedding | None = None,
         bias: bool | None = None,
         name: str | None = None,
@@ -77,7 +87,7 @@ class FWLBlock(keras.layers.Layer):
         self.config = fwl.FWLConfig(
             size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
             fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
-            first_order=first_order, eps=eps,
+            first_order=first_order, eps=eps, refresh=refresh, within=within, log_steps=log_steps,
         )  # fmt: skip
         if unembed is not None and (unembed.input_dim, unembed.output_dim) != (vocab_size, size):
             got = unembed.input_dim, unembed.output_dim
@@ -115,7 +125,7 @@ class FWLBlock(keras.layers.Layer):
         x: Tensor,
         labels: Tensor,
         weights: Tensor,
-        state: FWLState | None = None,
+        state: Any = None,
         *,
         previous_label: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -123,7 +133,7 @@ class FWLBlock(keras.layers.Layer):
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document.
+        state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
         previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
             first, with weight 1. When absent, it is forgotten: give known labels their weight.
         cu_seqlens: documents packed into one row.
@@ -135,9 +145,11 @@ class FWLBlock(keras.layers.Layer):
             sequences = x.shape[0]
             if cu_seqlens is not None:
                 sequences = None if cu_seqlens.shape[0] is None else cu_seqlens.shape[0] - 1
-            fwl.check_state(self.config, state, sequences, x.shape[-1])
+            self._check_state(state, sequences, x.shape[-1])
         if previous_label is not None:
             previous_label = self._previous(ops.convert_to_tensor(previous_label), state)
+        if self.config.refresh is not None:
+            return self._refreshed(x, labels, weights, state, previous_label, cu_seqlens, logits)
         return fwl.forward(
             self.config, OPS, self._weights(), x, labels, weights, state, previous_label=previous_label,
             cu_seqlens=cu_seqlens, logits=logits,
@@ -156,18 +168,20 @@ class FWLBlock(keras.layers.Layer):
         p = self._weights()
         return OPS.matmul(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"]) + p["unembed_bias"]
 
-    def init_state(self, batch: int) -> FWLState:
+    def init_state(self, batch: int) -> Any:
         """The state before the first token, for `step`."""
         if not self.built:
             self.build(None)
         c, inputs, dtype = self.config, self.slow_weights["dense1"].shape[0], self.compute_dtype
+        if c.refresh is not None:
+            return self._initial(batch)
         zeros = lambda *shape: ops.zeros((batch, *shape), accumulation_dtype(dtype))  # noqa: E731
         return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
                         zeros(1, 1, 2 * c.size), ops.cast(zeros(inputs), dtype), zeros())  # fmt: skip
 
     def step(
-        self, x: Tensor, previous_label: Tensor | None, state: FWLState, weight: Tensor | None = None
-    ) -> tuple[Tensor, FWLState]:
+        self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """Logits (B, V) and the state for the next token x (B, D).
 
         previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
@@ -175,13 +189,17 @@ class FWLBlock(keras.layers.Layer):
         if isinstance(self.config.normalizer, str):
             raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
                                   "a stream does not know how many tokens will follow")  # fmt: skip
-        x, state = ops.convert_to_tensor(x), FWLState(*state)
-        fwl.check_state(self.config, state, x.shape[0], x.shape[-1])
+        x, state = ops.convert_to_tensor(x), (FWLState if self.config.refresh is None else RefreshState)(*state)
+        self._check_state(state, x.shape[0], x.shape[-1])
         if previous_label is None:
             previous_label, weight = ops.zeros_like(state.waiting, dtype="int32"), ops.zeros_like(state.waiting)
         weight = ops.ones_like(state.waiting) if weight is None else ops.convert_to_tensor(weight)
         label = ops.convert_to_tensor(previous_label)[:, None]
         x, label, weight = self._checked(x[:, None], label, weight[:, None])
+        if self.config.refresh is not None:
+            state = refresh.labelled(self.config, OPS, state, label[:, 0], weight[:, 0])
+            out = self._refreshed(x, label * 0, weight * 0, state, None, None, True)
+            return out.logits[:, 0], out.state
         return fwl.step(self.config, OPS, self._weights(), x[:, 0], label[:, 0], weight[:, 0], state)
 
     def compute_output_spec(self, x, labels, weights):
@@ -192,9 +210,7 @@ class FWLBlock(keras.layers.Layer):
         arguments = dict(inputs=self.inputs, bias=self.bias)
         if self.unembed is not None:
             arguments["unembed"] = keras.saving.serialize_keras_object(self.unembed)
-        of_torch = ("refresh", "within", "log_steps")
-        layer = {name: value for name, value in asdict(self.config).items() if name not in of_torch}
-        return super().get_config() | layer | arguments
+        return super().get_config() | asdict(self.config) | arguments
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FWLBlock":
@@ -203,9 +219,29 @@ class FWLBlock(keras.layers.Layer):
         return cls(**config)
 
     def __repr__(self) -> str:
-        c = self.config
-        return (f"FWLBlock({c.size}, {c.vocab_size}, attn_chunks={c.attn_chunks}, normalizer={c.normalizer!r}, "
-                f"rule={c.rule!r})")  # fmt: skip
+        return f"FWLBlock({self.config.words})"
+
+    def _refreshed(self, x, labels, weights, state, previous_label, cu_seqlens, logits):
+        if x.shape[1] is None:
+            raise FastWeightError(f"x has shape {tuple(x.shape)}; expected a length that is known for refresh="
+                                  f"{self.config.refresh}: chunks are counted while the graph is built")  # fmt: skip
+        fresh = state is None
+        if fresh:
+            state = self._initial(ops.shape(x)[0] if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1)
+        if previous_label is not None:
+            state = refresh.labelled(self.config, OPS, state, previous_label, ops.ones_like(previous_label))
+        share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
+        return refresh.run(self.config, OPS, self._weights(), x, labels, share, RefreshState(*state), loop=_loop,
+                           fresh=fresh, cu_seqlens=cu_seqlens, logits=logits)  # fmt: skip
+
+    def _initial(self, batch):
+        inputs, dtype = self.slow_weights["dense1"].shape[0], self.compute_dtype
+        dtypes = dict(wide=accumulation_dtype(dtype), input=dtype, whole="int32")
+        return refresh.initial(self.config, inputs, batch, lambda shape, kind: ops.zeros(shape, dtypes[kind]))
+
+    def _check_state(self, state, sequences, inputs):
+        check = fwl.check_state if self.config.refresh is None else refresh.check_state
+        check(self.config, state, sequences, inputs)
 
     def _weights(self):
         """The parameters, by name, in the dtype of the computation."""
@@ -226,7 +262,8 @@ class FWLBlock(keras.layers.Layer):
     def _previous(self, label, state):
         """The labels of waiting tokens, checked."""
         fwl.check_previous(self.config, label, state)
-        return self._checked(state.pending[:, None], label[:, None], ops.ones_like(state.waiting)[:, None])[1][:, 0]
+        x = state.pending if self.config.refresh is None else state.pending[:, 0]
+        return self._checked(x[:, None], label[:, None], ops.ones_like(state.waiting)[:, None])[1][:, 0]
 
     def _checked(self, x, labels, weights):
         """x, integer labels and weights, checked; their values where there are any yet."""
@@ -241,6 +278,17 @@ class FWLBlock(keras.layers.Layer):
                 bad = w[~((w >= 0) & np.isfinite(w))]
                 fwl.check_values(self.config, int(found.min()), int(found.max()), float(bad[0]) if len(bad) else 0.0)
         return x, ops.cast(labels, "int32"), weights
+
+
+def _loop(body, carry, parts):
+    """body(carry, part) -> (carry, outputs) along the first axis; JAX compiles it once, others go through it."""
+    if keras.backend.backend() == "jax":
+        return ops.scan(body, carry, parts)
+    found = []
+    for i in range(parts[0].shape[0]):
+        carry, outputs = body(carry, [x[i] for x in parts])
+        found.append(outputs)
+    return carry, [ops.stack(y) for y in zip(*found, strict=True)]
 
 
 def make_labels(

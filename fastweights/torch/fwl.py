@@ -293,9 +293,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return labels.long()
 
     def extra_repr(self) -> str:
-        c = self.config
-        kind = f"rule={c.rule!r}" if c.refresh is None else f"refresh={c.refresh}, within={c.within!r}"
-        return f"{c.size}, {c.vocab_size}, attn_chunks={c.attn_chunks}, normalizer={c.normalizer!r}, {kind}"
+        return self.config.words
 
 
 def make_labels(

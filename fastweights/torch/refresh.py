@@ -213,9 +213,5 @@ def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
 
 def init_state(config: FWLConfig, inputs: int, batch: int, like: Tensor) -> RefreshState:
     """The state before the first token, on the device of `like`, a parameter."""
-    wide = accumulation_dtype(like)
-    C, F, size = config.refresh, config.hidden_width, config.size
-    zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
-    return RefreshState(zeros(1, inputs + 1, F), zeros(1, F + 1, size), zeros(1, 1, 2 * size),
-                        zeros(C, inputs, dtype=like.dtype), zeros(C, dtype=torch.long), zeros(C),
-                        zeros(dtype=torch.long))  # fmt: skip
+    dtypes = dict(wide=accumulation_dtype(like), input=like.dtype, whole=torch.long)
+    return refresh.initial(config, inputs, batch, lambda shape, kind: like.new_zeros(shape, dtype=dtypes[kind]))
