@@ -131,14 +131,16 @@ def evaluate(
     """Score documents that the model was not trained on, with and without memory, next to gzip and xz.
 
     RUN is a folder of `fastweights train`; for any other language model see `fastweights hf eval`. In the table
-    "carried" is what the model takes along from token to token, and "peak" the most memory that scoring held at once,
-    beyond the model and the documents.
+    "gain" is what a mode gains over static windows, "learning" over the same model when it learns nothing from the
+    text, "carried" what the model takes along from token to token, and "peak" the most memory that scoring held at
+    once, beyond the model and the documents. Before it scores, it checks that every mode keeps the laws of adaptation:
+    causal, normalised, scored before learned from, one pass.
 
     For example: `fastweights eval runs/first README.md --mode static --mode memory`
     """
     _prepare("eval")
     from fastweights.cli.scores import report_scores, score_modes
-    from fastweights.lm import evaluation, run_documents
+    from fastweights.lm import evaluation, laws, run_documents
     from fastweights.lm.run_documents import held_out, read_file
     from fastweights.models.dynamic_evaluation import Dynamic
     from fastweights.models.memory import Memory
@@ -153,6 +155,8 @@ def evaluate(
     before = None if memory is None else Memory.load(memory, model)
     batches = run_documents.training_batches(run, model) if "dynamic" in asked else ()
     dynamic = Dynamic(lr=dynamic_lr, segment=dynamic_segment, batches=batches)
+    for each in asked:
+        laws.check(model, each, evaluation.row_of(model, texts[0]), dynamic)
     scores = score_modes(
         asked,
         texts,
@@ -161,6 +165,7 @@ def evaluate(
     numbers = summary(texts, scores, model.tokenizer.lengths()) | dict(run=str(run))
     json, plot = json or run / "eval.json", plot or run / "eval.png"
     report_scores(numbers, scores, texts, model.tokenizer.lengths(), json, plot)
+    say("Every mode was causal, normalised, scored before it learned, and read once (checked on the first document).")
 
 
 def generate(

@@ -281,9 +281,10 @@ class FWLBlock(keras.layers.Layer):
 
 
 def _loop(body, carry, parts):
-    """body(carry, part) -> (carry, outputs) along the first axis; JAX compiles it once, others go through it."""
-    if keras.backend.backend() == "jax":
-        return ops.scan(body, carry, parts)
+    """body(carry, part) -> (carry, outputs) along the first axis.
+
+    Not ops.scan: the gradient of `head` keeps labels, which on JAX must not leave a scan.
+    """
     found = []
     for i in range(parts[0].shape[0]):
         carry, outputs = body(carry, [x[i] for x in parts])

@@ -52,7 +52,7 @@ def score(
     check_mode(model, mode)
     model.eval()
     if texts:
-        _static(model, _row(model, texts[0], None)[:, : model.config.length + 1])  # loads code; counts for nothing
+        _static(model, row_of(model, texts[0])[:, : model.config.length + 1])  # loads code; counts for nothing
     peak = watch_memory(model.embedding.weight.device)
     started, losses, held = time.perf_counter(), [], 0
     if memory is not None:
@@ -60,11 +60,11 @@ def score(
     adapted: Any = dynamic_scorer(model, dynamic or Dynamic()) if mode == "dynamic" else nullcontext()
     with adapted as run:
         for text in texts:
-            rows = _row(model, text, memory if mode != "static" else None)
+            rows = row_of(model, text, memory if mode != "static" else None)
             if mode == "static":
                 loss = _static(model, rows)
             elif mode == "dynamic":
-                loss = run(rows, _before(model, memory))
+                loss = run(rows, _before(model, memory))[0]
             else:
                 learn, cache = mode in ("fast", "both"), NeuralCache() if mode in ("cache", "both") else None
                 loss, state, kept = carried(model, rows, _before(model, memory), learn=learn, cache=cache)
@@ -80,7 +80,7 @@ def _before(model: LanguageModel, memory: Memory | None) -> Any:
     return model.init_state(1) if memory is None else memory.fork().state
 
 
-def _row(model: LanguageModel, text: Text, memory: Memory | None) -> Tensor:
+def row_of(model: LanguageModel, text: Text, memory: Memory | None = None) -> Tensor:
     """(1, T + 1): what comes before the text, and its tokens."""
     before = model.vocab - 1 if memory is None else memory.last
     return torch.from_numpy(np.r_[before, text.tokens])[None].to(model.embedding.weight.device)

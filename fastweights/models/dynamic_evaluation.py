@@ -30,7 +30,7 @@ class Dynamic:
 
 @contextmanager
 def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
-    """A function that scores a document (1, T + 1) from a state, (T,); each starts from the trained weights."""
+    """A function that scores a document (1, T + 1) from a state, (1, T); each starts from the trained weights."""
     first: list[Any] = [None]
 
     def call(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -54,6 +54,6 @@ def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Ten
         def run(row: Tensor, state: Any) -> Tensor:
             first[0] = state
             dynamic.reset()
-            return dynamic.run(row).losses[0]
+            return dynamic.run(row).losses
 
         yield run

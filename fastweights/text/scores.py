@@ -66,11 +66,13 @@ def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) 
                 bits_per_byte=float(nats.sum() / math.log(2) / total),
                 perplexity=float(np.exp(min(700.0, nats.mean()))),
                 tokens_per_second=tokens / s.seconds,
+                seconds=s.seconds,
                 state_bytes=s.state_bytes,
                 peak_bytes=s.peak_bytes,
                 by_position=_by_position(nats, at, sizes),
             )
         )
+    _add_gains(rows)
     plain = {name: 8 * n / total for name, n in compressors(texts).items()}
     return dict(
         texts=[dict(name=t.name, bytes=len(t.data)) for t in texts],
@@ -79,6 +81,16 @@ def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) 
         modes=rows,
         compressors=plain,
     )
+
+
+def _add_gains(rows: list[dict[str, Any]]) -> None:
+    """gain: bits per byte less than static windows;  learning: less than the same model when it learns nothing."""
+    bits = {row["mode"]: row["bits_per_byte"] for row in rows}
+    still = bits.get("still", bits.get("memory"))
+    for row in rows:
+        learns = row["mode"] not in ("static", "memory", "still") and still is not None
+        row["gain"] = bits["static"] - row["bits_per_byte"] if "static" in bits and row["mode"] != "static" else None
+        row["learning"] = still - row["bits_per_byte"] if learns else None
 
 
 def _by_position(nats: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> list[float | None]:

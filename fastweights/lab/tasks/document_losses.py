@@ -41,7 +41,7 @@ def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: cor
         width = min(512, len(found.train) // 16)
         stream = torch.from_numpy(found.train[: 16 * width].reshape(16, width)).to(device)
         with dynamic_scorer(model, Dynamic(lr=lr, segment=SEGMENT, batches=tuple(stream.split(4)))) as read:
-            return [read(row, model.init_state(1)).float().cpu().numpy() for row in rows]
+            return [read(row, model.init_state(1))[0].float().cpu().numpy() for row in rows]
 
 
 def _carried(model: Any, row: torch.Tensor, mode: str, window: int) -> np.ndarray:
