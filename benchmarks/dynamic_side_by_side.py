@@ -6,10 +6,6 @@ are those of `DynamicEvaluation` (the stage `speed` of learning_while_reading.py
 where `divide` is given.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -56,13 +52,11 @@ class Alone(nn.Module):
 def score(
     module: nn.Module, names: list[str], inputs: list[Tensor], labels: list[Tensor], rates: Tensor, clips: Tensor, *,
     divide: dict[str, Tensor] | None = None, segment: int = 64, most: int = 32,
-    context: Callable[[], Any] = nullcontext,
 ) -> list[Tensor]:  # fmt: skip
     """Losses (T,) of each document, every token scored before it is learned from.
 
     names: the parameters of the module that learn.  inputs: (T, ...) of each document;  labels: (T,) of each.
     rates, clips: (N,) of each.  divide: what divides a gradient, by name.  most: documents at once.
-    context: in which the module is called, such as autocast.
     """
     order = sorted(range(len(labels)), key=lambda i: -len(labels[i]))
     found: list[Tensor] = [labels[0]] * len(labels)
@@ -70,13 +64,13 @@ def score(
         some = order[a : a + most]
         pick = torch.tensor(some, device=rates.device)
         losses = _together(module, names, [inputs[i] for i in some], [labels[i] for i in some], rates[pick],
-                           clips[pick], divide, segment, context)  # fmt: skip
+                           clips[pick], divide, segment)  # fmt: skip
         for i, row in zip(some, losses, strict=True):
             found[i] = row[: len(labels[i])]
     return found
 
 
-def _together(module, names, inputs, labels, rates, clips, divide, segment, context):
+def _together(module, names, inputs, labels, rates, clips, divide, segment):
     """Documents, the longest first, as rows filled up to its length; rows that have ended are left out by eights."""
     own = dict(module.named_parameters())
     weights = {n: own[n].detach().expand(len(labels), *own[n].shape).clone() for n in names}
@@ -95,8 +89,7 @@ def _together(module, names, inputs, labels, rates, clips, divide, segment, cont
         n = min(len(lengths), -(-sum(length > at for length in lengths) // 8) * 8)
         part = slice(at, min(at + segment, width))
         now = {name: w[:n] for name, w in weights.items()}
-        with context():
-            grads, (losses, state) = step(now, inputs[:n, part], labels[:n, part], *(x[:n] for x in state))
+        grads, (losses, state) = step(now, inputs[:n, part], labels[:n, part], *(x[:n] for x in state))
         parts.append(F.pad(losses, (0, 0, 0, len(lengths) - n)))
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
         rate = rates[:n] * (clips[:n] / (norm + 1e-12)).clamp(max=1.0)

@@ -116,19 +116,18 @@ def make(given, vocab):
     return LanguageModel(config, vocab).to(given.device)
 
 
-def autocast(given, cache=True):
-    on = given.device == "cuda"
-    return torch.autocast("cuda", torch.bfloat16, cache_enabled=cache) if on else nullcontext()
+def autocast(given):
+    return torch.autocast("cuda", torch.bfloat16) if given.device == "cuda" else nullcontext()
 
 
-def trained(given, optimizer, loss_of, name):
+def trained(given, optimizer, loss_of, name, warmup=50):
     """Train for the minutes given: linear warm-up, then a cosine by time. Prints the loss and the speed."""
     began, step, tokens = time.perf_counter(), 0, 0
     peaks = [group["lr"] for group in optimizer.param_groups]
     recent, rng = [], np.random.default_rng([given.seed, len(name)])
     while (done := (time.perf_counter() - began) / 60 / given.minutes) < 1:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * min(1.0, (step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
+            group["lr"] = peak * min(1.0, (step + 1) / warmup) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
         loss, count = loss_of(rng)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -225,7 +224,7 @@ def tune(given):
             with autocast(given):
                 return block.loss(x, labels, torch.ones(labels.shape, device=given.device)), labels.numel()
 
-        trained(given, optimizer, loss_of, f"{given.body} layer {refresh or 'sum'}")
+        trained(given, optimizer, loss_of, f"{given.body} layer {refresh or 'sum'}", warmup=10)
         print({n: round(s, 6) for n, s in block.step_sizes().items()}, flush=True)
         save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, target)
 
@@ -360,14 +359,11 @@ class Scorer:
         if alone:
             names = [f"model.fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
 
-        context = nullcontext if alone else lambda: autocast(self.given, False)
-
         def together(rows, rates, clips):
             at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
             inputs = [self.x(r)[0] if alone else torch.from_numpy(r[:-1]).to(self.given.device) for r in rows]
             losses = side_by_side.score(module, names, inputs, [self.labels(r)[0] for r in rows], at(rates), at(clips),
-                                        divide=divide, segment=SEGMENT, most=self.given.together,
-                                        context=context)  # fmt: skip
+                                        divide=divide, segment=SEGMENT, most=self.given.together)  # fmt: skip
             return [x.cpu().numpy() for x in losses]
 
         start = {("sgd", "all"): 0.2, ("sgd", "block"): 1.0, ("rms", "all"): 2e-4, ("rms", "block"): 8e-4}[rule, which]
@@ -381,7 +377,7 @@ class Scorer:
         path = self.folder / f"rate-{name}.json"
         if not path.exists():
             rows = [self.pages.page(i, self.given.tune_tokens) for i in self.pages.valid]
-            found, wanted = {}, [(i, clip) for clip in (1.0, math.inf) for i in (-2, -1, 0, 1, 2)]
+            found, wanted = {}, [(i, clip) for clip in (1.0, math.inf) for i in (-2, -1, 0, 1)]
             while wanted:
                 pairs = [pair for pair in wanted for _ in rows]
                 losses = together(rows * len(wanted), [start * 2.0**i for i, _ in pairs], [c for _, c in pairs])
@@ -476,9 +472,9 @@ def speed(given):
         losses = scorer.slow(row) if block is None else scorer.learned(block, row)
         return scorer.cached(row, losses) if cache else losses
 
-    def dynamic(rule="sgd", statistics=None):
+    def dynamic(rule="sgd", statistics=None, call=scorer.whole):
         with DynamicEvaluation(scorer.model, rule=rule, lr=0.05 if rule == "sgd" else 5e-5, eps=EPS, segment=SEGMENT,
-                               carry=True, clip=1.0, statistics=statistics, call=scorer.whole) as run:  # fmt: skip
+                               carry=True, clip=1.0, statistics=statistics, call=call) as run:  # fmt: skip
             return run.run(torch.from_numpy(part)[None].to(given.device)).losses[0]
 
     blocks = {refresh: layer(given, scorer.model, refresh) for refresh in (16, 64, 256, 0)}
@@ -501,16 +497,20 @@ def speed(given):
     _write(out / "speed.csv", ["arm", "tokens", "seconds", "tokens_per_second"], lines)
     for rule in ("sgd", "rms"):
         statistics = scorer.divide(rule)
-        want = dynamic(rule, statistics)
+        want = dynamic(rule, statistics, lambda model, tokens, state: _without_fast(*model.logits(tokens, state)))
         module = side_by_side.Whole(scorer.model)
         got = side_by_side.score(
             module, [n for n, _ in module.named_parameters()], [torch.from_numpy(part[:-1]).to(given.device)] * 2,
             [labels[0, : len(part) - 1]] * 2, torch.tensor([0.05 if rule == "sgd" else 5e-5] * 2, device=given.device),
-            torch.tensor([1.0, 1.0], device=given.device), context=lambda: autocast(given, False),
+            torch.tensor([1.0, 1.0], device=given.device),
             divide=statistics and {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()},
         )[0]  # fmt: skip
         print(f"{rule}, side by side {float(got.mean()):.5f}, one page at a time {float(want.mean()):.5f} nats; "
               f"largest difference of a token {float((got - want).abs().max()):.5f}", flush=True)  # fmt: skip
+
+
+def _without_fast(logits, state):
+    return logits, state._replace(fast=None)
 
 
 def _wait(given):
