@@ -9,6 +9,7 @@ from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
+from fastweights.torch.feature_cache import FeatureCache, FeatureCacheState
 from fastweights.torch.fwl import FWLBlock, make_labels
 from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.torch.ops import fast_weight, feature_map
@@ -26,6 +27,8 @@ __all__ = [
     "FastWeightError",
     "FastWeightProgrammer",
     "FastWeightRNN",
+    "FeatureCache",
+    "FeatureCacheState",
     "GradientStatistics",
     "NeuralCache",
     "RNNState",

@@ -30,6 +30,7 @@ from fastweights.torch.cache_sight import (
     Held,
     Sight,
     Stream,
+    against_model,
     blocks,
     check,
     log_sum,
@@ -162,7 +163,7 @@ class NeuralCache:
         for part, rows in blocks(lengths):
             sight = held.look(rows, part)
             real = torch.arange(place.shape[1], device=x.device)[part] < lengths[rows, None]
-            relative = self._relative(sight, y[rows, part], own[rows, part], real)
+            relative = against_model(sight.log_hits(y[rows, part]), own[rows, part], real & ~sight.empty, self.shares)
             weights, scores = weigh(scores, rows, relative)
             mixed = own[rows, part] - torch.logsumexp(weights + relative, -1)
             out = out.index_put((place[rows, part][real],), mixed[real])
@@ -223,7 +224,8 @@ class NeuralCache:
         for part, rows in blocks(stream.lengths):
             sight, at = held.look(rows, part), torch.arange(T + 1, device=x.device)[part]
             left = stream.lengths[rows, None] - at  # tokens from here to the last, whose label is not known yet
-            relative = self._relative(sight, stream.labels[rows, part], own[rows, part], left > 1)
+            hits, known = sight.log_hits(stream.labels[rows, part]), (left > 1) & ~sight.empty
+            relative = against_model(hits, own[rows, part], known, self.shares)
             weights, scores = weigh(scores, rows, relative)
             self._mix(out, log_sums, sight, weights, rows, torch.where(left > 0, stream.place[rows, part], -1))
         after = held.after((stream.lengths - 1).clamp(min=0), scores)
@@ -257,14 +259,6 @@ class NeuralCache:
         extra = spread.log() + (log_sums[row, to[at]] - of_model.log())[:, None]
         into = row[:, None], to[at][:, None], words[None]
         out[into] = torch.logaddexp(out[into].to(extra.dtype), extra).to(out.dtype)
-
-    def _relative(self, sight, labels, own, real):
-        """log p_e(y) - log p(y) of every expert, (R, C, E); 0 where the cache is empty or the token is not real."""
-        shares = own.new_tensor(self.shares)
-        ratio = (sight.log_hits(labels) + own[..., None])[..., None]  # the cache against the model, (R, C, G, 1)
-        pairs = torch.logaddexp(torch.log1p(-shares), shares.log() + ratio).flatten(-2)
-        pairs = torch.where((real & ~sight.empty)[..., None], pairs, 0.0)
-        return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], -1)
 
     def _state(self, state, x, sequences):
         wide = accumulation_dtype(x)

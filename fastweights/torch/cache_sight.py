@@ -3,6 +3,7 @@
 Shapes: R sequences, L tokens of the longest, C queries of a block, D width, N keys in sight, G temperatures.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -154,6 +155,18 @@ class Stream(NamedTuple):
 def rows_at(x, at):
     """x (R, L, ...) at places (R, n) of its second axis."""
     return x[torch.arange(len(x), device=x.device)[:, None], at]
+
+
+def against_model(log_hits: Tensor, own: Tensor, known: Tensor, shares: Sequence[float]) -> Tensor:
+    """log p_e(y) - log p(y) of every expert, (R, C, E), 0 where nothing is known.
+
+    log_hits (R, C, G): log of the probability that the cache gives to y;  own (R, C): the model's loss of y.
+    """
+    s = own.new_tensor(shares)
+    ratio = (log_hits + own[..., None])[..., None]  # the cache against the model, (R, C, G, 1)
+    pairs = torch.logaddexp(torch.log1p(-s), s.log() + ratio).flatten(-2)
+    pairs = torch.where(known[..., None], pairs, 0.0)
+    return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], -1)
 
 
 def weigh(scores, rows, relative):
