@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 
-from fastweights.core import FastWeightError, dtype_name
+from fastweights.core import RULES, FastWeightError, dtype_name
 
 
 def check_method(method, methods):
@@ -13,11 +13,15 @@ def check_method(method, methods):
         raise FastWeightError(f"method is {method!r}; expected one of {', '.join(map(repr, ('auto', *methods)))}")
 
 
-def check(inputs, *, width=None):
-    """Raise FastWeightError unless the arrays of a call, an Inputs, fit together.
+def check(inputs, spec, *, width=None):
+    """Raise FastWeightError unless the arrays of a call, an Inputs, fit together and the Spec.
 
     width: what a feature map makes of the width of q, the memory's K; the same when absent.
     """
+    if inputs.erase is not None and not RULES[spec.rule].erases:
+        raise FastWeightError(
+            f"erase is given with rule={spec.rule!r}; expected None: this rule does not read what it could correct"
+        )
     arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     dtypes = {name: dtype_name(x) for name, x in arrays.items()}
@@ -27,33 +31,37 @@ def check(inputs, *, width=None):
                 f"{name} has shape {shapes[name]}; expected four axes (B, T, H, {'K' if name == 'q' else 'V'}): "
                 "batch, tokens, heads, width"
             )
-    (B, T, H, K), V = shapes["q"], shapes["v"][-1]
+    (B, T, H, K), V, n = shapes["q"], shapes["v"][-1], spec.writes
+    W = None if T is None else n * T
+    each = "token" if n == 1 else f"write, {n} for each token of q,"
+    width = (lambda K: K) if width is None else width
     states = _check_packed(shapes, dtypes, B) if "cu_seqlens" in shapes else B
     expected = {
-        "k": ((B, T, H, K), "the shape of q"),
-        "v": ((B, T, H, V), "q's batch, tokens and heads, any width"),
-        "beta": ((B, T, H), "one write rate per token and head"),
-        "log_decay": ((B, T, H), "one log decay per token and head"),
-        "mask": ((B, T), "True for a real token, False for padding"),
-        "state": ((states, H, K if width is None else width(K), V), "a (K, V) memory per head of each sequence"),
+        "k": (((B, W, H, K),), "the shape of q" if n == 1 else f"one key per {each}"),
+        "v": (((B, W, H, V),), "q's batch, tokens and heads, any width" if n == 1 else f"one value per {each}"),
+        "beta": (((B, W, H),), f"one write rate per {each} and head"),
+        "log_decay": (((B, T, H), (B, T, H, width(K))), "one log decay per token and head, or per key channel"),
+        "erase": (((B, W, H, K),), f"one key per {each} to read what is corrected"),
+        "mask": (((B, T),), "True for a real token, False for padding"),
+        "state": (((states, H, width(K), V),), "a (K, V) memory per head of each sequence"),
     }
-    for name, (shape, why) in expected.items():
-        if name in shapes and not _fits(shapes[name], shape):
+    for name, (allowed, why) in expected.items():
+        if name in shapes and not any(_fits(shapes[name], shape) for shape in allowed):
             raise FastWeightError(
-                f"{name} has shape {shapes[name]}; expected {shape}: {why}, q is {shapes['q']} and v is {shapes['v']}"
+                f"{name} has shape {shapes[name]}; expected {' or '.join(map(str, allowed))}: {why}, "
+                f"q is {shapes['q']} and v is {shapes['v']}"
             )
     wide = "float64" if dtypes["q"] == "float64" else "float32"
     rates = ((dtypes["q"], wide), "the dtype of q, or the one the memory accumulates in")
-    allowed = {
+    kinds = {
         "q": (("float64", "float32", "bfloat16", "float16"), "a floating dtype"),
-        "k": ((dtypes["q"],), "the dtype of q"),
-        "v": ((dtypes["q"],), "the dtype of q"),
+        **dict.fromkeys(("k", "v", "erase"), ((dtypes["q"],), "the dtype of q")),
         "beta": rates,
         "log_decay": rates,
         "state": ((wide,), f"the memory of {dtypes['q']} inputs accumulates in {wide}"),
         "mask": (("bool",), "True for a real token, False for padding"),
     }
-    for name, (names, why) in allowed.items():
+    for name, (names, why) in kinds.items():
         if name in dtypes and dtypes[name] not in names:
             raise FastWeightError(
                 f"{name} has dtype {dtypes[name]}; expected {' or '.join(dict.fromkeys(names))}: {why}"
@@ -123,15 +131,22 @@ def debugging():
 
 
 def check_values(arrays):
-    """Raise on NaN or infinity anywhere, beta outside [0, 2], or log_decay above 0.  arrays: NumPy, by name."""
+    """Raise on NaN or infinity anywhere, beta outside [0, 2], or log_decay above 0.
+
+    arrays: NumPy, by name; where `mask` is among them, padding may hold anything.
+    """
     import numpy as np
 
+    mask = arrays.get("mask")
     for name, x in arrays.items():
         bad = ~np.isfinite(x)
         if name == "beta":
             bad |= (x < 0) | (x > 2)
         if name == "log_decay":
             bad |= x > 0
+        if mask is not None and name not in ("mask", "state") and mask.size:
+            real = np.repeat(mask, x.shape[1] // mask.shape[1], 1)  # several writes per token
+            bad &= real.reshape(real.shape + (1,) * (x.ndim - 2))
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             expected = {"beta": "rates in [0, 2]", "log_decay": "finite logarithms <= 0"}.get(name, "finite numbers")

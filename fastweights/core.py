@@ -1,8 +1,9 @@
 """The memory, once, for every framework: one write, one read, and the value that says which.
 
-    S_t = a_t S_{t-1} + b_t k_t (v_t - d (a_t S_{t-1})^T k_t)^T          o_t = S_t^T q_t  (or S_{t-1}^T q_t)
+    S_t = a_t S_{t-1} + b_t k_t (v_t - d (a_t S_{t-1})^T e_t)^T          o_t = S_t^T q_t  (or S_{t-1}^T q_t)
 
-Letters: S memory (..., K, V);  q, k queries and keys (..., K);  v values (..., V);  b = beta, a = exp(log_decay) (...).
+Letters: S memory (..., K, V);  q, k queries and keys (..., K);  v values (..., V);  b = beta (...);  e = erase
+(..., K), k when absent;  a = exp(log_decay), one number (...) or one per key channel (..., K), a diagonal matrix.
 Shapes: B batch, T tokens, H heads, K key width, V value width, C tokens in a chunk.
 
 A call has two parts: its arrays, an `Inputs`, and what is computed from them, a `Spec`. Every method of every framework
@@ -24,8 +25,8 @@ class FastWeightError(ValueError):
 class Inputs(NamedTuple):
     """The arrays of a call, None where absent. Gradients of a call are an Inputs too, None where there is none.
 
-    q, k (B, T, H, K);  v (B, T, H, V);  beta, log_decay (B, T, H);  state (B, H, K, V);  cu_seqlens (N + 1,), the
-    offsets of N sequences packed into one row;  mask (B, T), False for padding.
+    q, k, erase (B, T, H, K);  v (B, T, H, V);  beta (B, T, H);  log_decay (B, T, H) or (B, T, H, K);  state
+    (B, H, K, V);  cu_seqlens (N + 1,), the offsets of N sequences packed into one row;  mask (B, T), False for padding.
     """
 
     q: Any
@@ -33,53 +34,68 @@ class Inputs(NamedTuple):
     v: Any
     beta: Any = None
     log_decay: Any = None
+    erase: Any = None
     state: Any = None
     cu_seqlens: Any = None
     mask: Any = None
 
     def map_tokens(self, f: Callable) -> "Inputs":
-        """f of every array that has an entry per token (q, k, v, beta, log_decay); the others stay."""
+        """f of every array that has an entry per token (q, k, v, beta, log_decay, erase); the others stay."""
         tokens = (None if x is None else f(x) for x in self[:TOKENS])
         return Inputs(*tokens, *self[TOKENS:])
 
+    @property
+    def eraser(self) -> Any:
+        """The key that reads what will be corrected: erase, or k when absent."""
+        return self.k if self.erase is None else self.erase
 
-TOKENS = 5  # the first five fields of Inputs have an entry per token
-ARRAYS = 6  # and the first six are differentiable
+    @property
+    def by_channel(self) -> bool:
+        """Whether each key channel has a decay of its own."""
+        return self.log_decay is not None and len(self.log_decay.shape) == len(self.k.shape)
+
+
+TOKENS = 6  # the first six fields of Inputs have an entry per token
+ARRAYS = 7  # and the first seven are differentiable
 
 
 class Spec(NamedTuple):
     """What a call computes: hashable, one line as text. `Spec.make` checks its fields; an unknown one raises.
 
     rule: a name of `RULES`;  read: "after" or "before" the token's own write;  features, norm: how q and k are mapped
-    first;  chunk_size: tokens per chunk of a chunked method, which changes speed alone.
+    first;  writes: how many for each token;  chunk_size: writes per chunk of a chunked method, which changes speed
+    alone.
     """
 
     rule: str = "delta"
     read: str = "after"
     features: Any = "identity"
     norm: str = "none"
+    writes: int = 1
     chunk_size: int | None = None
 
     @classmethod
-    def make(cls, rule="delta", read="after", features="identity", norm="none", chunk_size=None) -> "Spec":
-        """A Spec whose rule, read and chunk_size were checked; `features.parse` checks the map."""
+    def make(cls, rule="delta", read="after", features="identity", norm="none", writes=1, chunk_size=None) -> "Spec":
+        """A Spec whose rule, read, writes and chunk_size were checked; `features.parse` checks the map."""
         for name, got, allowed in (("rule", rule, RULES), ("read", read, READS)):
             if got not in allowed:
                 raise FastWeightError(f"{name} is {got!r}; expected one of {', '.join(map(repr, allowed))}")
+        if not isinstance(writes, int) or writes < 1:
+            raise FastWeightError(f"writes is {writes!r}; expected a positive whole number: how many for each token")
         if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
             raise FastWeightError(f"chunk_size is {chunk_size!r}; expected a positive whole number of tokens, or None")
-        return cls(rule, read, features, norm, chunk_size)
+        return cls(rule, read, features, norm, int(writes), chunk_size)
 
     @property
     def text(self) -> str:
         """All fields in one line: what a registered operator takes instead of one argument per field."""
-        return f"{self.rule} {self.read} {self.features} {self.norm} {self.chunk_size or 0}"
+        return f"{self.rule} {self.read} {self.features} {self.norm} {self.writes} {self.chunk_size or 0}"
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
         """The Spec that `text` came from."""
-        rule, read, features, norm, chunk_size = text.split(" ")
-        return cls.make(rule, read, features, norm, int(chunk_size) or None)
+        rule, read, features, norm, writes, chunk_size = text.split(" ")
+        return cls.make(rule, read, features, norm, int(writes), int(chunk_size) or None)
 
     @property
     def maps(self) -> bool:
@@ -107,10 +123,12 @@ class Rule(NamedTuple):
     write(S, x): the value that goes in at key x.k, before beta, given the decayed memory S and the token x (an Inputs).
     d: the d of the equation above, 0 or 1, if the rule is an instance of it. None: the rule has no chunked form, and
     runs token by token (`method="recurrent"`).
+    erases: whether write reads the memory at x.eraser, so that a call may bring an erase key.
     """
 
     write: Callable
     d: int | None = None
+    erases: bool = False
 
 
 def read(S, q):
@@ -119,7 +137,7 @@ def read(S, q):
 
 
 RULES: dict[str, Rule] = {
-    "delta": Rule(lambda S, x: x.v - read(S, x.k), d=1),
+    "delta": Rule(lambda S, x: x.v - read(S, x.eraser), d=1, erases=True),
     "sum": Rule(lambda S, x: x.v, d=0),
 }
 
@@ -127,11 +145,13 @@ RULES: dict[str, Rule] = {
 def step(S, x, spec, xp):
     """One token: decay, write, and read after it (or before it): (S, o).
 
-    x: an Inputs of one token, q, k (..., K);  v (..., V);  beta, log_decay (...), None where absent.
+    x: an Inputs of one token, q, k, erase (..., K);  v (..., V);  beta (...);  log_decay (...) or (..., K);  None where
+    absent.
     """
     old = S
     if x.log_decay is not None:
-        S = xp.exp(x.log_decay)[..., None, None] * S
+        a = xp.exp(x.log_decay)[..., None]
+        S = (a if x.by_channel else a[..., None]) * S
     u = RULES[spec.rule].write(S, x)
     if x.beta is not None:
         u = x.beta[..., None] * u
@@ -164,7 +184,7 @@ class Chunk(NamedTuple):
 
     q (..., C, K), queries times the decay of what they read;  A (..., C, C), what each query reads of each write;
     U (..., C, V), W (..., C, K) with u = U - W S the values that are really written, W None for the sum rule;
-    kT (..., K, C), keys times the decay to the chunk's end;  g (..., 1, 1), the decay of the whole chunk.
+    kT (..., K, C), keys times the decay to the chunk's end;  g (..., 1, 1) or (..., K, 1), the whole chunk's decay.
     """
 
     q: Any
@@ -176,30 +196,88 @@ class Chunk(NamedTuple):
 
 
 def prepare(x, spec, xp, inverse=inverse):
-    """The Chunk of x, an Inputs of C tokens: q, k (..., C, K);  v (..., C, V);  beta, log_decay (..., C).
+    """The Chunk of x, an Inputs of C tokens.
 
+    q, k, erase (..., C, K);  v (..., C, V);  beta (..., C);  log_decay (..., C) or (..., C, K).
     With g_i = a_1 ... a_i, the values u that are really written solve a unit lower triangular system,
-    (I + L) u = b (v - g k S)  with  L_ij = b_i (k_i . k_j) g_i / g_j  for j < i,
+    (I + L) u = b (v - g e S)  with  L_ij = b_i (e_i . k_j) g_i / g_j  for j < i,
     so u = U - W S, and U, W need no memory. docs/maths.md derives it.
     """
     C = x.k.shape[-2]
-    past = xp.arange(C)[:, None] >= xp.arange(C)[None, :]
-    log_g = xp.sum(xp.where(past, x.log_decay[..., None, :], 0.0), -1)  # keras.ops.cumsum loses float64 on torch
-    log_r = log_g - x.log_decay if spec.before else log_g  # decay of the memory that is read
     offset = -1 if spec.before else 0
-    G_read = xp.exp(xp.tril(log_r[..., :, None] - log_g[..., None, :], offset))
-    kT = xp.swapaxes(x.k, -1, -2)
-    A = xp.tril(x.q @ kT * G_read, offset)
-    b, g = x.beta[..., None], xp.exp(log_g)[..., None]
+    decay = _decay_of_channels if x.by_channel else _decay_of_heads
+    log_g, log_r, to_end, products = decay(x, offset, xp)
+    kT, b = xp.swapaxes(x.k, -1, -2), x.beta[..., None]
+    A = products(x.q, offset, offset)
     U, W = b * x.v, None
     if spec.delta:
-        G = xp.exp(xp.tril(log_g[..., :, None] - log_g[..., None, :], -1))
-        Y = inverse(xp.tril(b * (x.k @ kT) * G, -1), xp)
-        bk = b * g * x.k
-        U, W = U + Y @ U, bk + Y @ bk
-    last = log_g[..., C - 1 :]
-    to_end = xp.exp(last - log_g)[..., None, :]
-    return Chunk(x.q * xp.exp(log_r)[..., None], A, U, W, kT * to_end, xp.exp(last)[..., None])
+        Y = inverse(b * products(x.eraser, -1, 0), xp)
+        be = b * xp.exp(log_g) * x.eraser
+        U, W = U + Y @ U, be + Y @ be
+    g = xp.swapaxes(xp.exp(log_g[..., C - 1 :, :]), -1, -2)
+    return Chunk(x.q * xp.exp(log_r), A, U, W, kT * xp.swapaxes(to_end, -1, -2), g)
+
+
+def _decay_of_heads(x, offset, xp):
+    """What a chunk needs to know of its decay, one per head: (log_g, log_r, to_end, products).
+
+    log_g, log_r (..., C, 1): log of the decay from the chunk's start to a token, and to the memory its query reads;
+    to_end (..., C, 1): the decay from a token to the chunk's end;  products(m, last, seen) (..., C, C): what readers m
+    (..., C, K) read at each key. Reader i reads writes up to token i + last, in a memory that decayed up to i + seen:
+    offset and offset for queries, -1 and 0 for keys.
+    """
+    past = _pairs(x, xp, lambda i, j: i >= j)
+    log_g = xp.sum(xp.where(past, x.log_decay[..., None, :], 0.0), -1)[..., None]  # keras.ops.cumsum loses float64
+    log_r = log_g + offset * x.log_decay[..., None]
+
+    def products(m, last, seen):
+        log_m = log_r if seen == offset else log_g
+        G = xp.exp(xp.tril(log_m - xp.swapaxes(log_g, -1, -2), last))
+        return xp.tril(m @ xp.swapaxes(x.k, -1, -2) * G, last)
+
+    return log_g, log_r, xp.exp(log_g[..., x.k.shape[-2] - 1 :, :] - log_g), products
+
+
+def _decay_of_channels(x, offset, xp):
+    """The same for a decay per channel, all of them (..., C, K).
+
+    products: blocks of 2, 4, 8, ... tokens are read half by half. What a reader in the second half reads in the first
+    has decayed from its token to the boundary, and from there to the reader: two factors of at most 1, however strong
+    the decay. exp(-log_g_j) alone, which may overflow, is never formed.
+    """
+    leading = tuple(range(len(x.k.shape) - 2))
+    zero = xp.sum(xp.zeros_like(x.k[..., :1]), leading)  # (C, 1), in the dtype of k
+
+    def log_sum(among):  # of log_decay over the tokens j that are among(i, j): all terms <= 0, nothing cancels
+        return xp.where(_pairs(x, xp, among), 1.0 + zero, zero) @ x.log_decay
+
+    def half_by_half(m, size, seen):
+        """What readers m read in the first halves, (..., C, C), and whose tokens those are, (C, C)."""
+        boundary = lambda i: i // (2 * size) * (2 * size) + size  # noqa: E731 - where the second half starts
+        to_reader = xp.exp(log_sum(lambda i, j: (boundary(i) <= j) & (j <= i + seen)))
+        to_boundary = xp.exp(log_sum(lambda i, j: (i < j) & (j < boundary(i))))
+        halves = lambda i, j: (i // (2 * size) == j // (2 * size)) & (j < boundary(i)) & (boundary(i) <= i)  # noqa: E731
+        return (m * to_reader) @ xp.swapaxes(x.k * to_boundary, -1, -2), _pairs(x, xp, halves)
+
+    def products(m, last, seen):
+        own = xp.sum(m * x.k, -1)[..., None] if last == 0 else zero  # a write that has not decayed
+        P = xp.where(_pairs(x, xp, lambda i, j: i == j), own, zero)
+        size = 1
+        while size < x.k.shape[-2]:
+            block, there = half_by_half(m, size, seen)
+            P = xp.where(there, block, P)
+            size *= 2
+        return P
+
+    log_g = log_sum(lambda i, j: j <= i)
+    log_r = log_sum(lambda i, j: j <= i + offset) if offset else log_g
+    return log_g, log_r, xp.exp(log_sum(lambda i, j: j > i)), products
+
+
+def _pairs(x, xp, relation):
+    """relation(i, j) of all pairs of tokens of a chunk, (C, C)."""
+    i = xp.arange(x.k.shape[-2])
+    return relation(i[:, None], i[None, :])
 
 
 def advance(S, c):
@@ -211,6 +289,36 @@ def advance(S, c):
 def chunk(S, x, spec, xp):
     """`step` over the C tokens of x at once, with the same meaning."""
     return advance(S, prepare(x, spec, xp))
+
+
+def expand_writes(x, spec, xp, shape=lambda x: x.shape):
+    """The call of one write per token that computes several: (Inputs, Spec), x with spec.writes = n.
+
+    A token becomes n. The first of them decays; the last reads, or the first where queries read before; the others
+    have log_decay 0 and q 0.  shape: of an array, where a framework has its own way to ask.
+    """
+    n = spec.writes
+
+    def spread(y, place):  # y at one of n places, zeros at the others; place None: at all of them
+        if y is None:
+            return None
+        B, _, *rest = shape(y)
+        y = y[:, :, None]
+        parts = [y if place in (None, i) else xp.zeros_like(y) for i in range(n)]
+        return xp.reshape(xp.concatenate(parts, 2), (B, -1, *rest))
+
+    x = x._replace(
+        q=spread(x.q, 0 if spec.before else n - 1),
+        log_decay=spread(x.log_decay, 0),
+        mask=spread(x.mask, None),
+        cu_seqlens=None if x.cu_seqlens is None else n * x.cu_seqlens,
+    )
+    return x, spec._replace(writes=1)
+
+
+def gather_reads(o, spec):
+    """The outputs (B, T, ...) of a call, from those (B, n T, ...) of its `expand_writes`."""
+    return o[:, 0 if spec.before else spec.writes - 1 :: spec.writes]
 
 
 def refuses_chunks(spec) -> str | None:

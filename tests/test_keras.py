@@ -29,7 +29,8 @@ OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 def test_backend(pytestconfig, name, chosen):
     if "keras" in pytestconfig.getoption("--frameworks").split(","):
         pytest.skip("this process is on a backend already")
-    files = ["tests/test_keras.py", "tests/test_memory.py", "tests/test_features.py", "tests/test_adding_a_rule.py"]
+    rooms = ("keras", "memory", "general_memory", "features", "adding_a_rule")
+    files = [f"tests/test_{room}.py" for room in rooms]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "--frameworks", "keras", "-k", chosen],
         env=os.environ | {"KERAS_BACKEND": name, "OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},

@@ -23,6 +23,10 @@ def tensors(rng, dtype=torch.float64, grad=False, **shape):
     return [torch.tensor(args[n], dtype=dtype).requires_grad_(grad) for n in NAMES]
 
 
+def named(inputs):
+    return Inputs(**dict(zip(NAMES, inputs, strict=True)))
+
+
 def call(*inputs, **how):
     how = {"method": "chunked", "chunk_size": 8} | how
     return fast_weight(**dict(zip(NAMES, inputs, strict=True)), **how)
@@ -177,7 +181,7 @@ def small_segments(monkeypatch):
 def test_saved_by_segments_or_in_one(rng, rule, small_segments, monkeypatch):
     """37 tokens in 5 steps, saved in 3 parts, against the loop and against one tensor for all."""
     inputs = tensors(rng, grad=True, B=2, T=37, H=3, K=8, V=4)
-    assert chunked.layout(Inputs(*inputs), Spec(chunk_size=8)) == 2
+    assert chunked.layout(named(inputs), Spec(chunk_size=8)) == 2
 
     def results(**how):
         o, S = call(*inputs, rule=rule, **how)
@@ -192,7 +196,7 @@ def test_saved_by_segments_or_in_one(rng, rule, small_segments, monkeypatch):
 
 def test_operators_pass_torchs_own_check(rng, small_segments):
     operators = methods.ADDED["chunked"]
-    inputs = [*tensors(rng, B=2, T=37, H=3, K=8, V=4), None]
+    inputs = list(named(tensors(rng, B=2, T=37, H=3, K=8, V=4))[: methods.GIVEN])
     for rule, layout in itertools.product(("delta", "sum"), (chunked.ALL, 2)):
         spec = Spec(rule=rule, chunk_size=8).text
         torch.library.opcheck(operators.forward, (inputs, spec, layout))

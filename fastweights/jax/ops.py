@@ -28,6 +28,7 @@ def fast_weight(
     *,
     beta: ArrayLike | None = None,
     log_decay: ArrayLike | None = None,
+    erase: ArrayLike | None = None,
     rule: str = "delta",
     read: str = "after",
     state: ArrayLike | None = None,
@@ -35,12 +36,13 @@ def fast_weight(
     mask: ArrayLike | None = None,
     features: str = "identity",
     norm: str = "none",
+    writes: int = 1,
     method: str = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Array, Array]:
     r"""Write keys and values into a fast-weight memory and read it with queries, causally.
 
-    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top k_t)^\top, \qquad o_t = S_t^\top q_t $$
+    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top e_t)^\top, \qquad o_t = S_t^\top q_t $$
 
     It computes in float32 (float64 for float64 inputs) with matrix products at full precision, whatever the inputs
     and the device, and runs under `jit`, `grad` and `vmap`.
@@ -49,7 +51,8 @@ def fast_weight(
         q, k: (B, T, H, K) queries and keys; already mapped and normalised unless `features` and `norm` say how.
         v: (B, T, H, V) values.
         beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
-        log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
+        log_decay: (B, T, H) log a_t, finite and <= 0, or (B, T, H, K), a decay per key channel; none when absent.
+        erase: (B, T, H, K) e_t, the key that reads what will be corrected ("delta" alone); k when absent.
         rule: "delta" writes the error (d = 1); "sum" adds the value (d = 0, linear attention).
         read: "after" reads S_t; "before" reads S_{t-1}, which has not seen token t.
         state: (B, H, K, V) memory to start from; zeros when absent.
@@ -59,9 +62,11 @@ def fast_weight(
             inputs hold.
         method: "recurrent" scans over tokens and saves a memory per token for the backward pass; "chunked" works on
             chunks at once and saves a memory per chunk; "auto" is recurrent for one token, else chunked.
-        features, norm: map q and k first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of the state
-            is then the width of the features.
-        chunk_size: tokens in a chunk, 64 when absent; any length of sequence goes with any chunk size.
+        features, norm: map q, k and erase first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of
+            the state is then the width of the features.
+        writes: n writes per token: k, v, beta and erase have n T tokens, write j of token t at t n + j. A token decays
+            once, before its first write, and q reads after its last (or before its first).
+        chunk_size: writes in a chunk, 64 when absent; any length of sequence goes with any chunk size.
 
     Returns:
         o (B, T, H, V) in the dtype of v, and the final state (B, H, K, V) in float32 or wider.
@@ -78,15 +83,16 @@ def fast_weight(
         >>> again.item()
         5.0
     """
-    arrays = (q, k, v, beta, log_decay, state, cu_seqlens, mask)
+    arrays = (q, k, v, beta, log_decay, erase, state, cu_seqlens, mask)
     inputs = Inputs(*(None if x is None else jnp.asarray(x) for x in arrays))
     phi = parse_fixed(features)
-    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, chunk_size)
+    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, writes, chunk_size)
     check_method(method, METHODS)
-    check(inputs, width=phi.width)
+    check(inputs, spec, width=phi.width)
     if spec.maps:
-        q, k = (feature_map(x, phi, norm=norm) for x in inputs[:2])
-        inputs, spec = inputs._replace(q=q, k=k), spec.without_maps()
+        maps = lambda x: None if x is None else feature_map(x, phi, norm=norm)  # noqa: E731
+        inputs = inputs._replace(q=maps(inputs.q), k=maps(inputs.k), erase=maps(inputs.erase))
+        spec = spec.without_maps()
     T = inputs.q.shape[1]
     if cu_seqlens is not None and (offsets := _values(inputs.cu_seqlens)) is not None:
         check_offsets(offsets.tolist(), T)
@@ -97,7 +103,7 @@ def fast_weight(
         method = "recurrent" if T == 1 or refused else "chunked"
     elif method == "chunked" and refused:
         raise FastWeightError(f"method='chunked' {refused}")
-    C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, max(T, 1))
+    C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, max(writes * T, 1))
     return _fast_weight(inputs, spec._replace(chunk_size=C), method == "recurrent")
 
 
@@ -128,7 +134,10 @@ def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: Arra
 @partial(jax.jit, static_argnums=(1, 2))
 def _fast_weight(inputs, spec, recurrent):
     """fast_weight after its checks; compiled once per shape, so that a call outside jit is fast too."""
-    q, _, v, beta, log_decay, state, cu_seqlens, mask = inputs
+    if spec.writes > 1:
+        o, S = _fast_weight(*core.expand_writes(inputs, spec, jnp), recurrent)
+        return core.gather_reads(o, spec), S
+    q, _, v, beta, log_decay, _, state, cu_seqlens, mask = inputs
     B, T, H, K = q.shape
     V, wide, C = v.shape[-1], _wide(q), spec.chunk_size
     if state is None:
@@ -254,10 +263,6 @@ def _check_values(inputs):
             f"{', '.join(traced)}: got traced, expected values: fastweights.debug() cannot scan them under jax.jit or "
             "jax.vmap; leave those, or debug()"
         )
-    mask = values.pop("mask", None)
-    if mask is not None:
-        for name, x in values.items():
-            values[name] = x if name == "state" else np.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0)
     check_values(values)
 
 

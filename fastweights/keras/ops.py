@@ -8,7 +8,6 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 from keras import ops
 
 from fastweights import core
@@ -29,6 +28,7 @@ def fast_weight(
     *,
     beta: Tensor | None = None,
     log_decay: Tensor | None = None,
+    erase: Tensor | None = None,
     rule: str = "delta",
     read: str = "after",
     state: Tensor | None = None,
@@ -36,12 +36,13 @@ def fast_weight(
     mask: Tensor | None = None,
     features: str = "identity",
     norm: str = "none",
+    writes: int = 1,
     method: str = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Write keys and values into a fast-weight memory and read it with queries, causally.
 
-    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top k_t)^\top, \qquad o_t = S_t^\top q_t $$
+    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top e_t)^\top, \qquad o_t = S_t^\top q_t $$
 
     It computes in float32 (float64 for float64 inputs), whatever the inputs. On a GPU, TensorFlow and JAX round the
     factors of float32 matrix products to TF32 unless told not to: `tf.config.experimental.
@@ -53,7 +54,8 @@ def fast_weight(
         q, k: (B, T, H, K) queries and keys; already mapped and normalised unless `features` and `norm` say how.
         v: (B, T, H, V) values.
         beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
-        log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
+        log_decay: (B, T, H) log a_t, finite and <= 0, or (B, T, H, K), a decay per key channel; none when absent.
+        erase: (B, T, H, K) e_t, the key that reads what will be corrected ("delta" alone); k when absent.
         rule: "delta" writes the error (d = 1); "sum" adds the value (d = 0, linear attention).
         read: "after" reads S_t; "before" reads S_{t-1}, which has not seen token t.
         state: (B, H, K, V) memory to start from; zeros when absent.
@@ -63,9 +65,11 @@ def fast_weight(
             inputs hold.
         method: "recurrent" scans over tokens and holds a memory per token; "chunked" works on chunks at once and
             holds a memory per chunk; "auto" is recurrent for one token, else chunked.
-        features, norm: map q and k first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of the state
-            is then the width of the features.
-        chunk_size: tokens in a chunk, 64 when absent; any length of sequence goes with any chunk size.
+        features, norm: map q, k and erase first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of
+            the state is then the width of the features.
+        writes: n writes per token: k, v, beta and erase have n T tokens, write j of token t at t n + j. A token decays
+            once, before its first write, and q reads after its last (or before its first).
+        chunk_size: writes in a chunk, 64 when absent; any length of sequence goes with any chunk size.
 
     Returns:
         o (B, T, H, V) in the dtype of v, and the final state (B, H, K, V) in float32 or wider.
@@ -82,15 +86,16 @@ def fast_weight(
         >>> ops.convert_to_numpy(again).item()
         5.0
     """
-    arrays = (q, k, v, beta, log_decay, state, cu_seqlens, mask)
+    arrays = (q, k, v, beta, log_decay, erase, state, cu_seqlens, mask)
     inputs = Inputs(*(None if x is None else ops.convert_to_tensor(x) for x in arrays))
     phi = parse_fixed(features)
-    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, chunk_size)
+    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, writes, chunk_size)
     check_method(method, METHODS)
-    check(inputs, width=phi.width)
+    check(inputs, spec, width=phi.width)
     if spec.maps:
-        q, k = (feature_map(x, phi, norm=norm) for x in inputs[:2])
-        inputs, spec = inputs._replace(q=q, k=k), spec.without_maps()
+        maps = lambda x: None if x is None else feature_map(x, phi, norm=norm)  # noqa: E731
+        inputs = inputs._replace(q=maps(inputs.q), k=maps(inputs.k), erase=maps(inputs.erase))
+        spec = spec.without_maps()
     T = inputs.q.shape[1]
     T = T if isinstance(T, int) else None  # unknown while a graph is built
     offsets = None if cu_seqlens is None else _values(inputs.cu_seqlens)
@@ -104,7 +109,7 @@ def fast_weight(
     elif method == "chunked" and refused:
         raise FastWeightError(f"method='chunked' {refused}")
     C = chunk_size or CHUNK_SIZE
-    C = 1 if method == "recurrent" else min(C, T or C)
+    C = 1 if method == "recurrent" else min(C, writes * T if T else C)
     return _fast_weight(inputs, spec._replace(chunk_size=C), recurrent=method == "recurrent")
 
 
@@ -132,7 +137,10 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
 
 def _fast_weight(inputs, spec, *, recurrent):
     """fast_weight after its checks."""
-    q, _, v, beta, log_decay, state, cu_seqlens, mask = inputs
+    if spec.writes > 1:
+        o, S = _fast_weight(*core.expand_writes(inputs, spec, ops, ops.shape), recurrent=recurrent)
+        return core.gather_reads(o, spec), S
+    q, _, v, beta, log_decay, _, state, cu_seqlens, mask = inputs
     B, T, H, K = ops.shape(q)
     V, wide, C = v.shape[-1], _wide(q), spec.chunk_size
     if state is None:
@@ -149,8 +157,9 @@ def _fast_weight(inputs, spec, *, recurrent):
     packing = None if cu_seqlens is None else _pack(ops.cast(cu_seqlens, "int32"), T, C)
     tokens = tokens.map_tokens(lambda x: _chunks(x, C, packing))
     if recurrent:
-        parts = tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS]
-        move = partial(_step, spec)
+        token = tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS]
+        parts = [x for x in token if x is not None]
+        move = partial(_step, spec, [x is not None for x in token])
     else:
         prepared = core.prepare(tokens, spec, ops)
         parts = [x for x in prepared if x is not None]
@@ -161,15 +170,21 @@ def _fast_weight(inputs, spec, *, recurrent):
     return ops.cast(o, v.dtype), S
 
 
-def _step(spec, S, *token):
-    S, o = core.step(S, Inputs(*token), spec, ops)
+def _step(spec, present, S, *token):
+    """core.step of an Inputs of which only the parts that are present travelled through the scan."""
+    S, o = core.step(S, Inputs(*_with_absent(present, token)), spec, ops)
     return S, o[..., None, :]
 
 
 def _advance(present, S, *parts):
-    """core.advance of a Chunk of which only the parts that are present travelled through the scan."""
+    """core.advance of a Chunk, likewise."""
+    return core.advance(S, Chunk(*_with_absent(present, parts)))
+
+
+def _with_absent(present, parts):
+    """parts, with None in the places that are not present."""
     parts = iter(parts)
-    return core.advance(S, Chunk(*(next(parts) if there else None for there in present)))
+    return [next(parts) if there else None for there in present]
 
 
 def _wide(x):
@@ -294,10 +309,6 @@ def _check_values(inputs):
             f"{', '.join(traced)}: got traced, expected values: fastweights.debug() cannot scan them under jax.jit or "
             "tf.function; compile(run_eagerly=True), or leave debug()"
         )
-    mask = values.pop("mask", None)
-    if mask is not None:
-        for name, x in values.items():
-            values[name] = x if name == "state" else np.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0)
     check_values(values)
 
 

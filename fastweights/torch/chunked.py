@@ -6,7 +6,10 @@ plain and for packed batches alike. Only the walk over the memory is sequential;
 chunks at once, short enough to stay in cache.
 
 The delta rule reads twice: a query reads an output, and a key reads what it will correct. Both are readers. Written is
-the error e = v - (what the key read), at w = beta k. docs/maths.md derives every line.
+the error e = v - (what the key read), at w = beta k. A key may read as another than it writes: the erase key.
+docs/maths.md derives every line.
+
+Decay is one number per head and token, or one per key channel (channel_decay.py); what they share is here.
 
 Every product is written to a contiguous tensor: on a CPU `bmm` and `baddbmm` take strided operands as they are, but
 make a strided result one matrix at a time, several times slower. Signs go into `alpha`, which costs nothing.
@@ -15,7 +18,7 @@ make a strided result one matrix at a time, several times slower. Signs go into 
 import torch
 
 from fastweights.core import TOKENS, Inputs, refuses_chunks
-from fastweights.torch import methods
+from fastweights.torch import channel_decay, methods
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import Method, add, state_shape
 from fastweights.torch.packing import Chunks, bound, steps_in_cache
@@ -26,11 +29,12 @@ ALL = 1 << 30  # a layout: all steps in one saved tensor
 
 def chunk_size(inputs, spec):
     """Tokens per chunk: 32 on a CPU and 64 elsewhere unless asked for; measured with `fastweights bench`."""
-    return spec.chunk_size or (32 if inputs.q.is_cpu else 64)
+    C = spec.chunk_size or (32 if inputs.q.is_cpu else 64)
+    return channel_decay.round_up(C) if inputs.by_channel else C
 
 
 class Readers:
-    """Rows that read the memory: queries, or the keys of the delta rule.
+    """Rows that read the memory: queries, or the (erase) keys of the delta rule.
 
     raw: as given;  last: the last token that reader i sees, counted from i. With decay, g: of what they read from
     before the chunk, scaled: raw times g, and G: the decay from each token of the chunk to each reader.
@@ -47,33 +51,57 @@ class Readers:
         """P (rows, C, C), a number per reader and token, in place: decayed, and zero where a reader does not see."""
         return (P if self.G is None else P.mul_(self.G)).tril_(self.last)
 
+    def products(self, w, out=None):
+        """What readers read of each error written in their own chunk, at keys w."""
+        return self.past(torch.bmm(self.raw, w.mT, out=out))
+
+    def gradient(self, dread, e, S, w, dw, *, sign):
+        """The gradient of readers, from the gradient dread of what they read.
+
+        What they read was written at the keys w, whose gradient dw grows by the readers' part of it, times sign.
+        """
+        P = self.past(torch.bmm(dread, e.mT))
+        dw.baddbmm_(P.mT, self.raw, alpha=sign)
+        g = torch.bmm(dread, S.mT)
+        return (g if self.G is None else g.mul_(self.g)).baddbmm_(P, w)
+
 
 class Segment:
     """The chunks of steps [a, b), packed, with everything that does not depend on the memory.
 
-    w: keys times beta;  w_end: these times the decay to_end from their token to the chunk's end;  g_end: the decay of
-    a whole chunk. Without rates or decay these are the same tensors or None, and cost nothing.
+    k: keys;  w: keys times beta;  w_end: these times the decay to_end from their token to the chunk's end;  g_end: the
+    decay of a whole chunk, (rows, 1, 1), or (rows, K, 1) by channel. Without rates or decay these are the same tensors
+    or None, and cost nothing.
     """
 
     def __init__(self, chunks, a, b, inputs, spec):
         beta, log_decay = inputs.beta, inputs.log_decay
-        q, k = chunks.take(inputs.q, a, b), chunks.take(inputs.k, a, b)
+        q, self.k = chunks.take(inputs.q, a, b), chunks.take(inputs.k, a, b)
+        erase = self.k if inputs.erase is None else chunks.take(inputs.erase, a, b)
         self.beta = None if beta is None else chunks.take(beta[..., None], a, b)
-        self.w = self.w_end = k if beta is None else k * self.beta
+        self.w = self.w_end = self.k if beta is None else self.k * self.beta
         self.g_end = log_g = log_read = None
-        if log_decay is not None:
-            log_a = chunks.take(log_decay[..., None], a, b)
-            log_g = log_a.cumsum(-2)
-            log_read = log_g - log_a if spec.before else log_g
-            self.to_end = (log_g[:, -1:] - log_g).exp_()
-            self.g_end = log_g[:, -1:].exp()
+        self.by_channel = inputs.by_channel
+        if self.by_channel:
+            decay = channel_decay.Decay(chunks.take(log_decay, a, b), spec)
+            self.to_end, self.g_end = decay.to_end, decay.g_end
+            self.queries, self.keys = decay.queries(q), decay.keys(erase)
+        else:
+            if log_decay is not None:
+                log_a = chunks.take(log_decay[..., None], a, b)
+                log_g = log_a.cumsum(-2)
+                log_read = log_g - log_a if spec.before else log_g
+                self.to_end = (log_g[:, -1:] - log_g).exp_()
+                self.g_end = log_g[:, -1:].exp()
+            self.queries = Readers(q, -1 if spec.before else 0, log_read, log_g)
+            self.keys = Readers(erase, -1, log_g, log_g if spec.delta else None)  # keys of the sum rule do not read
+        if self.g_end is not None:
             self.w_end = self.w * self.to_end
-        self.queries = Readers(q, -1 if spec.before else 0, log_read, log_g)
-        self.keys = Readers(k, -1, log_g, log_g if spec.delta else None)  # keys of the sum rule do not read
 
-    def products(self, readers, out=None):
-        """What readers read of each error written in their own chunk."""
-        return readers.past(torch.bmm(readers.raw, self.w.mT, out=out))
+    def per_decay(self, x, tokens=False):
+        """Sums of x (rows, C, K) over what shares a decay: all channels, or none;  tokens: over those as well."""
+        axes = (*([] if self.by_channel else [-1]), *([-2] if tokens else []))
+        return x.sum(axes, keepdim=True) if axes else x
 
 
 def layout(inputs, spec):
@@ -128,9 +156,9 @@ def forward(inputs, spec, layout):
     for a, b in chunks.segments(q, max(K, V, C)):
         segment = Segment(chunks, a, b, inputs, spec)
         A, X, e, S = saved_rows(saved, chunks.span(a, b), spec.delta) if layout else [None] * 4
-        A, y = segment.products(segment.queries, out=A), chunks.take(v, a, b)
+        A, y = segment.queries.products(segment.w, out=A), chunks.take(v, a, b)
         if spec.delta:
-            X = inverse(segment.products(segment.keys), out=X)
+            X = inverse(segment.keys.products(segment.w), out=X)
             e = torch.empty_like(y) if e is None else e
         else:
             e = y
@@ -168,7 +196,7 @@ def backward(do, dstate, inputs, saved, spec):
     q, v, state = inputs.q, inputs.v, inputs.state
     C, H, K, V, delta = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3], spec.delta
     chunks = Chunks(*q.shape[:3], C, inputs.cu_seqlens)
-    dq, dk, dv, dbeta, dlog_decay = (
+    dq, dk, dv, dbeta, dlog_decay, derase = (
         None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:TOKENS]
     )
     if dstate is None:
@@ -187,18 +215,21 @@ def backward(do, dstate, inputs, saved, spec):
         ends = None
         if segment.g_end is not None:
             dw.mul_(segment.to_end)
-            ends = torch.cat(kept[::-1]) * segment.g_end + (segment.w * dw).sum((-1, -2), keepdim=True)
-        dqueries = reader_gradient(segment.queries, dout, e, S, segment.w, dw, sign=1)
+            ends = (torch.cat(kept[::-1]) * segment.g_end).mT + segment.per_decay(segment.w * dw, tokens=True)
+        dqueries = segment.queries.gradient(dout, e, S, segment.w, dw, sign=1)
         chunks.put(dq, dqueries, a, b)
-        dkeys = reader_gradient(segment.keys, dy, e, S, segment.w, dw, sign=-1) if delta else None
+        dkeys = segment.keys.gradient(dy, e, S, segment.w, dw, sign=-1) if delta else None
         if dlog_decay is not None:
-            chunks.put(dlog_decay[..., None], decay_gradient(segment, dqueries, dkeys, dw, ends), a, b)
+            of = dlog_decay if segment.by_channel else dlog_decay[..., None]
+            chunks.put(of, decay_gradient(segment, dqueries, dkeys, dw, ends), a, b)
         if dbeta is not None:
-            chunks.put(dbeta[..., None], (segment.keys.raw * dw).sum(-1, keepdim=True), a, b)
+            chunks.put(dbeta[..., None], (segment.k * dw).sum(-1, keepdim=True), a, b)
             dw.mul_(segment.beta)
-        chunks.put(dk, dw.sub_(dkeys) if delta else dw, a, b)
+        if derase is not None:
+            chunks.put(derase, dkeys.neg_(), a, b)
+        chunks.put(dk, dw.sub_(dkeys) if delta and derase is None else dw, a, b)
     dstate = None if state is None else chunks.unsort(dS.unflatten(0, (-1, H)))
-    return Inputs(dq, dk, dv, dbeta, dlog_decay, dstate)
+    return Inputs(dq, dk, dv, dbeta, dlog_decay, derase, dstate)
 
 
 def walk_back(counts, dS, dout, de, X, dy, e, S, dw, kept, segment):
@@ -215,22 +246,11 @@ def walk_back(counts, dS, dout, de, X, dy, e, S, dw, kept, segment):
         de[i].baddbmm_(w[i], now)
         torch.bmm(e[i], nowT, out=dw[i])
         if g is not None:
-            kept.append((now * S[i]).sum((-1, -2), keepdim=True))
+            kept.append((now * S[i]).sum(-1 if segment.by_channel else (-1, -2), keepdim=True))
             now.mul_(g[i])
         now.baddbmm_(queriesT[i], dout[i])
         if XT is not None:  # what a key reads is taken from its value
             now.baddbmm_(keysT[i], torch.bmm(XT[i], de[i], out=dy[i]), alpha=-1)
-
-
-def reader_gradient(readers, dread, e, S, w, dw, *, sign):
-    """The gradient of readers, from the gradient dread of what they read.
-
-    What they read was written at the keys w, whose gradient dw grows by the readers' part of it, times sign.
-    """
-    P = readers.past(torch.bmm(dread, e.mT))
-    dw.baddbmm_(P.mT, readers.raw, alpha=sign)
-    g = torch.bmm(dread, S.mT)
-    return (g if readers.G is None else g.mul_(readers.g)).baddbmm_(P, w)
 
 
 def decay_gradient(segment, dqueries, dkeys, dw, ends):
@@ -238,10 +258,10 @@ def decay_gradient(segment, dqueries, dkeys, dw, ends):
 
     ends: the part that goes through the decay g_end of the whole chunk.
     """
-    read = (segment.queries.raw * dqueries).sum(-1, keepdim=True)
-    total = read - (segment.w * dw).sum(-1, keepdim=True)
+    read = segment.per_decay(segment.queries.raw * dqueries)
+    total = read - segment.per_decay(segment.w * dw)
     if dkeys is not None:
-        total -= (segment.keys.raw * dkeys).sum(-1, keepdim=True)
+        total -= segment.per_decay(segment.keys.raw * dkeys)
     total[:, -1:] += ends
     total = total.flip(1).cumsum(1).flip(1)  # log g_i holds log a_1 .. log a_i
     return total - read if segment.queries.last else total

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastweights.checks import check, check_method, check_values, debugging
-from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
+from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec, expand_writes, gather_reads
 from fastweights.features import parse, parse_fixed
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
@@ -49,6 +49,7 @@ def fast_weight(
     *,
     beta: Tensor | None = None,
     log_decay: Tensor | None = None,
+    erase: Tensor | None = None,
     rule: Rule = "delta",
     read: Read = "after",
     state: Tensor | None = None,
@@ -56,31 +57,36 @@ def fast_weight(
     mask: Tensor | None = None,
     features: str = "identity",
     norm: str = "none",
+    writes: int = 1,
     method: Method = "auto",
     chunk_size: int | None = None,
     out_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Write keys and values into a fast-weight memory and read it with queries, causally.
 
-    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top k_t)^\top, \qquad o_t = S_t^\top q_t $$
+    $$ S_t = a_t S_{t-1} + \beta_t k_t (v_t - d\, (a_t S_{t-1})^\top e_t)^\top, \qquad o_t = S_t^\top q_t $$
 
     Args:
         q, k: (B, T, H, K) queries and keys; already mapped and normalised unless `features` and `norm` say how.
         v: (B, T, H, V) values.
         beta: (B, T, H) write rates in [0, 1], up to 2 for negative eigenvalues; 1 when absent.
-        log_decay: (B, T, H) log a_t, finite and <= 0; no decay when absent.
+        log_decay: (B, T, H) log a_t, finite and <= 0, or (B, T, H, K), a decay per key channel; none when absent.
+        erase: (B, T, H, K) e_t, the key that reads what will be corrected ("delta" alone); k when absent.
         rule: "delta" writes the error (d = 1); "sum" adds the value (d = 0, linear attention).
         read: "after" reads S_t; "before" reads S_{t-1}, which token t has not touched.
         state: (B, H, K, V) memory to start from, in float32 (float64 for float64 inputs); zeros when absent.
         cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
         method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
-            "kernel", the same in Triton (CUDA; no float64), one launch for one token without gradients; "auto", kernel
-            where it can run, else recurrent for one token, else chunked. One token with gradients is recurrent.
-        features, norm: map q and k first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of the state
-            is then the width of the features. Kernels then keep q and k alone for the backward
+            "kernel", the same in Triton (CUDA; no float64, no decay per channel, no erase key), one launch for one
+            token without gradients; "auto", kernel where it can run, else recurrent for one token, else chunked. One
+            token with gradients is recurrent.
+        features, norm: map q, k and erase first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of
+            the state is then the width of the features. Kernels then keep q and k alone for the backward
             pass, which makes the features anew.
-        chunk_size: tokens per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
+        writes: n writes per token: k, v, beta and erase have n T tokens, write j of token t at t n + j. A token decays
+            once, before its first write, and q reads after its last (or before its first).
+        chunk_size: writes per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
             It changes speed alone.
         out_state: where to write the state after the last token, without gradients: `state` itself to overwrite it.
 
@@ -96,19 +102,26 @@ def fast_weight(
         [1.0, 2.0, 3.0]
     """
     if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    inputs = Inputs(q, k, v, beta, log_decay, state, cu_seqlens, mask)
-    call = _look_up(inputs, rule, read, features, norm, method, chunk_size)
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v, erase = (None if x is None else x.to(dtype) for x in (q, k, v, erase))
+    inputs = Inputs(q, k, v, beta, log_decay, erase, state, cu_seqlens, mask)
+    call = _look_up(inputs, rule, read, features, norm, writes, method, chunk_size)
     if out_state is not None:
         _check_out_state(out_state, inputs, call.width)
     if call.maps_first:
         inputs = inputs._replace(q=feature_map(q, features, norm=norm), k=feature_map(k, features, norm=norm))
+        if erase is not None:
+            inputs = inputs._replace(erase=feature_map(erase, features, norm=norm))
+    if writes > 1:
+        inputs, _ = expand_writes(inputs, call.asked, torch)
     if mask is not None:
         inputs = _masked(inputs)
     if not torch.compiler.is_compiling() and debugging():
         scanned = zip(inputs._fields, inputs[:ARRAYS], strict=False)
         check_values({n: x.detach().double().cpu().numpy() for n, x in scanned if x is not None})
     o, after = call.run(inputs, call.spec, out_state is not None and out_state is state)
+    if writes > 1:
+        o = gather_reads(o, call.asked)
     if out_state is not None and after is not out_state:
         after = out_state.copy_(after)
     return (o if mask is None else torch.where(mask[..., None, None], o, 0.0)), after
@@ -117,7 +130,8 @@ def fast_weight(
 class _Call(NamedTuple):
     """What the arguments of one call come to. Shapes and dtypes decide it, so calls of the same ones share it."""
 
-    spec: Spec
+    asked: Spec
+    spec: Spec  # what is left of it for the method
     run: Callable[[Inputs, Spec, bool], tuple[Tensor, Tensor]]
     maps_first: bool  # q and k are mapped before the method sees them
     width: int  # of the features
@@ -143,12 +157,12 @@ def _look_up(inputs, *switches):
     return call
 
 
-def _decide(inputs, rule, read, features, norm, method, chunk_size):
+def _decide(inputs, rule, read, features, norm, writes, method, chunk_size):
     """Check the arguments of a call and choose its method."""
     phi = parse_fixed(features)
-    spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, chunk_size)
+    asked = spec = Spec.make(rule, read, features if callable(features) else phi.name, norm, writes, chunk_size)
     check_method(method, METHODS)
-    check(inputs, width=phi.width)
+    check(inputs, spec, width=phi.width)
     _check_devices(inputs)
     name = choose(inputs, spec, learning=needs_gradient(inputs)) if method == "auto" else method
     if name == "kernel" and not HAS_TRITON:
@@ -156,12 +170,12 @@ def _decide(inputs, rule, read, features, norm, method, chunk_size):
     module = module_of(name)
     if reason := module.refuses(inputs, spec):
         raise FastWeightError(f"method={name!r} {reason}")
-    maps_first = spec.maps and (inputs.mask is not None or not module.maps(inputs, spec))
+    maps_first = spec.maps and (inputs.mask is not None or writes > 1 or not module.maps(inputs, spec))
     if name == "kernel":
         spec = spec._replace(chunk_size=None)  # kernels have chunks of their own
     if maps_first:
         spec = spec.without_maps()
-    return _Call(spec, module.run, maps_first, phi.width(inputs.q.shape[-1]))
+    return _Call(asked, spec._replace(writes=1), module.run, maps_first, phi.width(inputs.q.shape[-1]))
 
 
 def choose(inputs: Inputs, spec: Spec, *, learning: bool = True) -> Method:

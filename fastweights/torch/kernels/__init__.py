@@ -32,6 +32,10 @@ def refuses(inputs: Inputs, spec: Spec) -> str | None:
         return f"computes in float32 or less; q is {q.dtype}"
     if not q.is_cuda and not INTERPRETED:
         return f"needs a CUDA device; q is on {q.device}"
+    if inputs.by_channel:
+        return 'has no decay per channel yet; use method="chunked", or log_decay of shape (B, T, H)'
+    if inputs.erase is not None:
+        return 'has no erase key yet; use method="chunked"'
     return refuses_chunks(spec)
 
 
@@ -194,6 +198,7 @@ def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
         grads[:2] = (
             maps_kernels.plan_backward(plan, d, r, shape, phi, spec.norm) for d, r in zip(grads, raw, strict=False)
         )
+    grads.append(None)  # of the erase key
     grads = [None if g is None else _shaped(plan, g, a.shape) for g, a in zip(grads, inputs[:TOKENS], strict=True)]
     if inputs.state is None:
         dstate = None

@@ -76,7 +76,7 @@ def _run(inputs, after, spec):
 
 def _plan(plan, spec):
     *slots, after = plan.inputs
-    q, _, v, *_ = slots
+    q, k, v, beta, log_decay, _, state = slots
     (B, _, H, D), V = q.shape, v.shape[-1]
     phi = parse(spec.features)
     K = phi.width(D)
@@ -85,7 +85,7 @@ def _plan(plan, spec):
     if after.numel():
         BK = max(16, 1 << (K - 1).bit_length())
         plan.launch(
-            _step, (-(-V // BV), B * H), (*slots, o, after), (),
+            _step, (-(-V // BV), B * H), (q, k, v, beta, log_decay, state, o, after), (),
             (H, K, V, BK, BV, spec.delta, spec.before, D, KINDS[phi.kind], NORMS[spec.norm], EPS),
             num_warps=4 if BK >= 64 else 1)  # fmt: skip
 
