@@ -52,6 +52,4 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
-	$(BIN)/fastweights train runs/demo --steps 800 --minutes 4
-	$(BIN)/fastweights eval runs/demo --limit 65536
-	$(BIN)/fastweights generate runs/demo --prompt "class Queue:" --tokens 400
+	$(BIN)/fastweights demo runs/demo

@@ -52,6 +52,21 @@ def trained(run, place):
     return "trained"
 
 
+def test_demo_says_in_words_what_it_showed(run, place):
+    small = ["--steps", "2", "--minutes", "1", "--limit", "400", "--tokens", "5", "--data", "texts"]
+    code, out, err = run("demo", "shown", "--prompt", "The quick", *small)
+    assert code == 0, err
+    rows = json.loads((place / "shown" / "eval.json").read_text())["modes"]
+    words = out.partition("What you have just seen")[2]
+    for row in rows:
+        assert f"{row['bits_per_byte']:.2f}" in words, row["mode"]
+    assert "however long the text is" in words
+    assert "The quick" in out
+    code, _, err = run("demo", "shown", *small)
+    assert code == 2
+    assert "run shown exists; expected a new folder" in err
+
+
 def test_the_options_of_train_are_the_fields_of_the_configuration(run):
     own = {"ctx", "run", "preset", "resume"}
     options = signature(cli.COMMANDS["train"]).parameters

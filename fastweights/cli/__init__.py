@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.cli import bench, huggingface, info, language_model, reproduce
+from fastweights.cli import bench, demo, huggingface, info, language_model, reproduce
 from fastweights.core import FastWeightError
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo,
     "train": language_model.train,
     "eval": language_model.evaluate,
     "generate": language_model.generate,
@@ -46,6 +47,7 @@ NEXT = """\
 fastweights {version}: memories that a network writes while it reads.
 
 What to do next:
+  fastweights demo                         train, evaluate and generate here, in minutes, and say what was shown
   fastweights train runs/first             train a language model here, in minutes, without any download
   fastweights eval runs/first              score text it has not seen, with and without memory
   fastweights generate runs/first          write text with it

@@ -1,0 +1,78 @@
+"""The command demo: train, evaluate, generate, and say in words what was shown. Light to import."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastweights.cli import language_model
+from fastweights.cli.options import need, say, wait_without_spinning
+
+# what each mode of `eval` did, as the end of "..., "
+WHAT = {
+    "memory": "when it carried its memory from window to window",
+    "cache": "when it also looked up words that came before in the file",
+    "fast": "when its Fast Weight Layer learned from the file on the way",
+    "both": "with that layer and the look-up together",
+    "dynamic": "when all of its weights were trained on the file on the way (dynamic evaluation)",
+}
+
+
+def demo(
+    run: Annotated[Path, typer.Argument(help="Folder to make for the run.")] = Path("runs/demo"),
+    minutes: Annotated[float, typer.Option(help="Minutes to train at most.")] = 4.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train at most.")] = 800,
+    limit: Annotated[int, typer.Option(min=1, help="Bytes of held-out documents to score.")] = 65_536,
+    prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "class Queue:",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 400,
+    data: Annotated[str, typer.Option(help="Documents to train on: stdlib, a file or a folder.")] = "stdlib",
+) -> None:
+    """Train, evaluate and generate on this machine, in minutes, and say in words what was shown.
+
+    Nothing is downloaded: the text is the source code of Python's standard library.
+
+    For example: `fastweights demo runs/short --minutes 1`
+    """
+    need("demo", "lm", "torch")
+    wait_without_spinning()
+    from rich.console import Console
+
+    from fastweights.lm import training
+
+    say(f"1 of 3. Training a language model on {data}, for {minutes:g} minutes at most.", style="bold")
+    config = training.configured("laptop", dict(data=data, steps=steps, minutes=minutes))
+    training.train(config, run, console=Console())
+    say("\n2 of 3. Reading files that it has not seen, with and without memory.", style="bold")
+    language_model.evaluate(run, min_bytes=min(8192, limit), limit=limit)
+    say("\n3 of 3. Writing, token by token.", style="bold")
+    language_model.generate(run, prompt=prompt, tokens=tokens, temperature=0.6, top_p=0.95)
+    say("\nWhat you have just seen", style="bold")
+    say(in_words(json.loads((run / "eval.json").read_text()), run))
+
+
+def in_words(numbers: dict[str, Any], run: Path) -> str:
+    """The numbers of an evaluation as sentences, and what to do next."""
+    rows = {row["mode"]: row for row in numbers["modes"]}
+    bits = {mode: row["bits_per_byte"] for mode, row in rows.items()}
+    others = " and ".join(f"{value:.2f} for {name.partition(' ')[0]}" for name, value in numbers["compressors"].items())
+    carried = rows["memory"]["state_bytes"] / 1024
+    return "\n".join(
+        [
+            f"A model was trained here, and read {numbers['bytes']:,} bytes of files that it had never seen.",
+            "Bits per byte say how well it predicted them; fewer are better. It took",
+            "",
+            f"  {bits['static']:.2f}  in windows, each with an empty memory",
+            *(f"  {bits[mode]:.2f}  {what}" for mode, what in WHAT.items() if mode in bits),
+            "",
+            f"For comparison: {others}.",
+            f"Its fast-weight memory has {carried:,.0f} KiB, however long the text is.",
+            "",
+            "Next:",
+            f'  fastweights generate {run} --prompt "def "       go on writing',
+            f"  fastweights read {run} FILE -o file.memory       read a file into a memory, to start from",
+            "  fastweights train runs/mine --data FOLDER        train on your own text",
+            "",
+            f"{run / 'eval.png'} shows the bits per byte by position in the file.",
+        ]
+    )
