@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)
-AutoModel.register(FastWeightConfig, FastWeightModel, exist_ok=True)
 for auto, kind, names in (
-    (AutoModelForCausalLM, FastWeightForCausalLM, "CAUSAL_LM"),
-    (AutoModelForSequenceClassification, FastWeightForSequenceClassification, "SEQUENCE_CLASSIFICATION"),
-    (AutoModelForTokenClassification, FastWeightForTokenClassification, "TOKEN_CLASSIFICATION"),
-    (AutoModelForQuestionAnswering, FastWeightForQuestionAnswering, "QUESTION_ANSWERING"),
+    (AutoModel, FastWeightModel, "MODEL"),
+    (AutoModelForCausalLM, FastWeightForCausalLM, "MODEL_FOR_CAUSAL_LM"),
+    (AutoModelForSequenceClassification, FastWeightForSequenceClassification, "MODEL_FOR_SEQUENCE_CLASSIFICATION"),
+    (AutoModelForTokenClassification, FastWeightForTokenClassification, "MODEL_FOR_TOKEN_CLASSIFICATION"),
+    (AutoModelForQuestionAnswering, FastWeightForQuestionAnswering, "MODEL_FOR_QUESTION_ANSWERING"),
 ):
     auto.register(FastWeightConfig, kind, exist_ok=True)
     # Trainer, pipelines and `transformers serve` ask these tables what a class is for, and `register` leaves them alone
-    getattr(modeling_auto, f"MODEL_FOR_{names}_MAPPING_NAMES")[FastWeightConfig.model_type] = kind.__name__
+    getattr(modeling_auto, f"{names}_MAPPING_NAMES")[FastWeightConfig.model_type] = kind.__name__
