@@ -1,7 +1,7 @@
 """What a model remembers, as the cache that `generate` passes around: its size does not grow with the text."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -50,16 +50,66 @@ class Rows:
         return self.state is not None
 
 
+class Reading(NamedTuple):
+    """One call, kept so that its last tokens can be unread: the state before it, and what was read.
+
+    x (B, T, D): embeddings;  tokens (B, T) and features (B, T, D): of a model with a Fast Weight Layer.
+    """
+
+    state: State | None
+    x: Tensor
+    tokens: Tensor | None = None
+    features: Tensor | None = None
+
+    def first(self, n: int) -> "Reading":
+        """The first n tokens of it."""
+        return Reading(self.state, *(None if a is None else a[:, :n] for a in self[1:]))
+
+
 class FastWeightCache(Rows):
     """The state of a `FastWeightForCausalLM`.
 
     state: of the blocks and of the Fast Weight Layer, or None before the first token.  seen: tokens read, padding
     included.  layers: what an attached head remembers beside it.
+
+    What has been read cannot be unread from a memory. Where a draft may be rejected (`activate_past_recording`, which
+    assisted generation calls), what the calls read is kept with the state before them, until the next `crop`; tokens
+    that stay of a call which is cut are read again with the next one.
     """
+
+    is_croppable = True
 
     def __init__(self, state: State | None = None, seen: int = 0, layers: tuple[Rows, ...] = ()):
         super().__init__(state)
         self.seen, self.layers = seen, list(layers)
+        self.recording = False
+        self.readings: list[Reading] = []
+        self.again: Reading | None = None  # tokens that the next call reads before its own
+
+    def activate_past_recording(self) -> None:
+        """From now on, until the next `crop`, calls can be undone."""
+        self.recording = True
+
+    def crop(self, tokens: int) -> None:
+        """Unread the last -tokens tokens, or, if positive, all but the first `tokens`."""
+        left = -tokens if tokens <= 0 else max(0, self.seen - tokens)
+        if left and self.layers:
+            raise FastWeightError(f"crop({tokens}) with an attached head; expected no crop: it keeps no record")
+        self.seen -= left
+        if self.again is not None and left:
+            kept = max(0, self.again.x.shape[1] - left)
+            left -= self.again.x.shape[1] - kept
+            self.again = self.again.first(kept) if kept else None
+        while left and self.readings:
+            last = self.readings.pop()
+            kept = max(0, last.x.shape[1] - left)
+            left -= last.x.shape[1] - kept
+            self.state, self.again = last.state, last.first(kept) if kept else None
+        if left:
+            raise FastWeightError(f"crop({tokens}) goes {left} tokens further back than was recorded; expected "
+                                  "activate_past_recording() before they were read, or copy.copy of the cache from "
+                                  "before them: a memory itself keeps no record of the past")  # fmt: skip
+        self.readings = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -84,7 +134,7 @@ class FastWeightCache(Rows):
 
     def reset(self) -> None:
         super().reset()
-        self.seen, self.layers = 0, []
+        self.seen, self.layers, self.readings, self.again = 0, [], [], None
 
     @property
     def batch_size(self) -> int:

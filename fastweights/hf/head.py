@@ -105,7 +105,10 @@ class FastHead(nn.Module):
         self, x: Tensor, tokens: Tensor, unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None,
         state: FWLState | None = None, learn: bool = True,
     ) -> tuple[Tensor, FWLState]:  # fmt: skip
-        """mask (B, T): False for padding, wherever it is.  learn=False: the features of what is known so far."""
+        """mask (B, T): False for padding, wherever it is.  learn=False: the features of what is known so far.
+
+        A token below 0 is one that nobody knows: nothing is learned from it.
+        """
         state = self.init_state(len(x)) if state is None else state
         u = x.to(self.dense1.dtype)
         if mask is not None:  # whatever padding holds
@@ -113,6 +116,7 @@ class FastHead(nn.Module):
         if not learn:
             return self._read(u, self._slow(u), lambda i, q: _ask(q, state[i])).to(x.dtype), state
         before, slow, pending, waiting = self._aligned(u, mask, state)
+        before, tokens = before._replace(learns=before.learns * (tokens >= 0)), tokens.clamp(min=0)
         share = (before.learns / self.config.normalizer).to(u.dtype)
         written = self._write(before, self._gradient(before, tokens, unembed, bias) * share[..., None])
         after: list[Any] = [None, None, None]

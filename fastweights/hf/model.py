@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fastweights.core import FastWeightError
-from fastweights.hf.cache import FastWeightCache
+from fastweights.hf.cache import FastWeightCache, Reading
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.head import FastHead, HeadConfig
 from fastweights.hf.inputs import packing_of, real_tokens, text_starts
@@ -28,7 +29,6 @@ class FastWeightPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["FastWeightBlock"]  # noqa: RUF012 - the base class's own form
-    _is_stateful = True
     _supports_sdpa = True  # what softmax blocks run
     accepts_loss_kwargs = True
 
@@ -94,8 +94,12 @@ class FastWeightModel(FastWeightPreTrainedModel):
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise FastWeightError("output_attentions is True; expected False: a memory has no attention weights")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(past_key_values, use_cache, len(x))
+        cache, new = self._cache(past_key_values, use_cache, len(x)), x.shape[1]
         state = None if cache is None else cache.state
+        if cache is not None and cache.again is not None:
+            x = torch.cat([cache.again.x.to(x), x], 1)
+        if cache is not None and cache.recording:
+            cache.readings.append(Reading(state, x))
         mask = real_tokens(attention_mask, x.shape[1])
         pieces = text_starts(x, mask, position_ids, packing_of(kwargs))
         after: list[Any] = []
@@ -108,12 +112,13 @@ class FastWeightModel(FastWeightPreTrainedModel):
         x = self.norm(x)
         if cache is not None:
             cache.state = State(after, None if state is None else state.fast)
-            cache.seen = cache.seen + x.shape[1]
+            cache.seen, cache.again = cache.seen + new, None
+        hidden = [x[:, -new:] for x in (*hidden[:-1], x)] if x.shape[1] > new else [*hidden[:-1], x]
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         out = BaseModelOutputWithPast(
-            last_hidden_state=x,
+            last_hidden_state=hidden[-1],
             past_key_values=cache,
-            hidden_states=(*hidden[:-1], x) if wanted else None,
+            hidden_states=tuple(hidden) if wanted else None,
         )
         return out if _dict_wanted(self.config, return_dict) else out.to_tuple()
 
@@ -176,20 +181,23 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         """
         packing = packing_of(kwargs)
         before = None if past_key_values is None or past_key_values.state is None else past_key_values.state.fast
+        again = None if past_key_values is None else past_key_values.again
         out: Any = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
             output_attentions, True, **packing,
         )  # fmt: skip
         x, cache = out.last_hidden_state, out.past_key_values
         if self.fast is not None:
-            if input_ids is None:
-                raise FastWeightError("input_ids is missing; expected tokens: a Fast Weight Layer learns from them, "
-                                      "inputs_embeds do not say which they are")  # fmt: skip
+            new, tokens = x.shape[1], self._tokens_of(inputs_embeds) if input_ids is None else input_ids
+            if again is not None:
+                x, tokens = torch.cat([again.features, x], 1), torch.cat([again.tokens, tokens], 1)
             mask = real_tokens(attention_mask, x.shape[1])
-            pieces = text_starts(x, mask, position_ids, packing)
-            x, fast = self._learn(x, input_ids, before, mask, pieces)
+            features, fast = self._learn(x, tokens, before, mask, text_starts(x, mask, position_ids, packing))
             if cache is not None:
                 cache.state = cache.state._replace(fast=fast)
+                if cache.recording:
+                    cache.readings[-1] = cache.readings[-1]._replace(tokens=tokens, features=x)
+            x = features[:, -new:]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])
         loss = None
@@ -212,6 +220,12 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                             learn=self.config.adapt)  # fmt: skip
             return pieces.together(y), map_tensors(pieces.leave, after)
 
+    def _tokens_of(self, x):
+        """Tokens (B, T) whose embeddings these are, for the Fast Weight Layer to learn from; -1 where they are of none."""
+        weight = self.model.embed_tokens.weight
+        nearest = (x @ weight.mT - 0.5 * weight.square().sum(-1)).argmax(-1)
+        return torch.where((weight[nearest] == x).all(-1), nearest, -1)
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict, *args: Any, **how: Any
     ) -> None:
@@ -222,6 +236,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                                   "constant size and is a FastWeightCache")  # fmt: skip
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FastWeightCache()
+            if generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args:
+                model_kwargs["past_key_values"].activate_past_recording()
 
 
 def _dict_wanted(config, return_dict):
