@@ -112,9 +112,9 @@ def test_the_cache_has_constant_size_and_forks():
     assert cache.batch_size == 4
     cache.batch_select_indices(torch.tensor([0, 3]))
     assert cache.batch_size == 2
-    with pytest.raises(FastWeightError, match=r"crop\(-5\); expected no crop: a memory has no record of the past"):
-        cache.crop(-5)
     cache.crop(0)
+    with pytest.raises(FastWeightError, match=r"crop\(-5\) goes 5 tokens further back than was recorded; expected act"):
+        cache.crop(-5)
     cache.reset()
     assert (cache.get_seq_length(), cache.is_initialized) == (0, False)
 
@@ -128,16 +128,8 @@ def test_wrong_caches_and_masks_are_told():
         model.model(random_tokens(3, 1), past_key_values=DynamicCache())
     with pytest.raises(FastWeightError, match="attention_mask has 2 columns; expected at least 3"):
         model(random_tokens(2, 3), attention_mask=torch.ones(2, 2))
-    with pytest.raises(FastWeightError, match="input_ids is missing; expected tokens"):
-        model(inputs_embeds=torch.zeros(1, 3, 16, dtype=torch.float64))
     with pytest.raises(FastWeightError, match="head is 'magic'"):
         FastWeightConfig(head="magic")
-
-
-def test_assisted_generation_is_refused():
-    model = make()
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        model.generate(random_tokens(1, 4), assistant_model=model, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("tied", [True, False])

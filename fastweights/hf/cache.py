@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fastweights.core import FastWeightError
 from fastweights.models.language_model import State
@@ -63,7 +64,8 @@ class Reading(NamedTuple):
 
     def first(self, n: int) -> "Reading":
         """The first n tokens of it."""
-        return Reading(self.state, *(None if a is None else a[:, :n] for a in self[1:]))
+        tokens, features = (None if a is None else a[:, :n] for a in self[2:])
+        return Reading(self.state, self.x[:, :n], tokens, features)
 
 
 class FastWeightCache(Rows):
@@ -147,6 +149,24 @@ class FastWeightCache(Rows):
 
     def __repr__(self) -> str:
         return f"FastWeightCache(seen={self.seen}, bytes={self.bytes if self.is_initialized else 0})"
+
+
+def _leaves(cache: FastWeightCache) -> tuple[list, Any]:
+    """What `torch.export` and `torch.compile` see: tensors, beside which the rest is fixed."""
+    return [cache.state], cache.seen
+
+
+def _of_leaves(values: Any, seen: Any) -> FastWeightCache:
+    return FastWeightCache(next(iter(values)), seen)
+
+
+pytree.register_pytree_node(
+    FastWeightCache,
+    _leaves,
+    _of_leaves,
+    serialized_type_name="fastweights.hf.FastWeightCache",
+    flatten_with_keys_fn=lambda cache: ([(pytree.GetAttrKey("state"), cache.state)], cache.seen),
+)
 
 
 class HeadMemory(Rows):

@@ -180,8 +180,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         shift_labels (B, T): the same, one token earlier already.
         """
         packing = packing_of(kwargs)
-        before = None if past_key_values is None or past_key_values.state is None else past_key_values.state.fast
-        again = None if past_key_values is None else past_key_values.again
+        given = past_key_values if isinstance(past_key_values, FastWeightCache) else FastWeightCache()
+        before, again = None if given.state is None else given.state.fast, given.again
         out: Any = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
             output_attentions, True, **packing,
@@ -189,7 +189,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         x, cache = out.last_hidden_state, out.past_key_values
         if self.fast is not None:
             new, tokens = x.shape[1], self._tokens_of(inputs_embeds) if input_ids is None else input_ids
-            if again is not None:
+            if again is not None and again.features is not None and again.tokens is not None:
                 x, tokens = torch.cat([again.features, x], 1), torch.cat([again.tokens, tokens], 1)
             mask = real_tokens(attention_mask, x.shape[1])
             features, fast = self._learn(x, tokens, before, mask, text_starts(x, mask, position_ids, packing))
@@ -221,10 +221,15 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             return pieces.together(y), map_tensors(pieces.leave, after)
 
     def _tokens_of(self, x):
-        """Tokens (B, T) whose embeddings these are, for the Fast Weight Layer to learn from; -1 where they are of none."""
+        """Tokens (B, T) that these are the embeddings of, to learn from; -1 where they are of none."""
         weight = self.model.embed_tokens.weight
         nearest = (x @ weight.mT - 0.5 * weight.square().sum(-1)).argmax(-1)
         return torch.where((weight[nearest] == x).all(-1), nearest, -1)
+
+    def init_continuous_batching(self, *args: Any, **how: Any) -> Any:
+        """Not here: its pages hold keys and values."""
+        raise FastWeightError("continuous batching is asked for; expected `generate` with a batch: its pages hold keys "
+                              "and values, which a memory does not have")  # fmt: skip
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict, *args: Any, **how: Any

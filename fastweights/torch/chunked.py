@@ -18,7 +18,7 @@ make a strided result one matrix at a time, several times slower. Signs go into 
 import torch
 
 from fastweights.core import TOKENS, Inputs, refuses_chunks
-from fastweights.torch import channel_decay, methods
+from fastweights.torch import channel_decay, dtypes, methods
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import Method, add, state_shape
 from fastweights.torch.packing import Chunks, bound, steps_in_cache
@@ -276,10 +276,7 @@ def outside_autocast(run):
     """run with autocast off: the products of a memory accumulate in float32."""
 
     def call(*args):
-        device = args[0].q.device.type if isinstance(args[0], Inputs) else args[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return run(*args)
-        with torch.autocast(device, enabled=False):
+        with dtypes.outside_autocast(args[0].q if isinstance(args[0], Inputs) else args[0]):
             return run(*args)
 
     return call

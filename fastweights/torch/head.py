@@ -11,13 +11,14 @@ The forward takes some tokens and all words at a time, so that the softmax is wh
 words, so that the gradient of a word is. Letters: N tokens, V words, E as words (V, size), one row per word.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, outside_autocast
 
 BLOCK = {"cpu": 2**25, "cuda": 2**27}  # logits held at a time
 ALIGNED = 64  # words are filled up to a multiple of it on a GPU, whose matrix units want aligned rows
@@ -161,11 +162,16 @@ def _gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
         return kernels.gradient(z, e, log_sum, offset, of_loss, labels, first, sums=sums)
     p = z.to(log_sum.dtype).sub_(log_sum[:, None]).exp_()
     dz = p * (offset[:, None] if e is None else offset[:, None] + e.to(p.dtype))
-    here = (labels >= first) & (labels < first + z.shape[1])
-    at = here.nonzero()[:, 0], labels[here] - first
-    dz.index_put_(at, -of_loss[here], accumulate=True)
+    if torch.compiler.is_compiling() or z.is_meta:  # how many labels are here depends on what they are
+        hot = (labels[:, None] - first == torch.arange(z.shape[1], device=z.device)).to(p.dtype)
+        dz, p = dz - hot * of_loss[:, None], p - hot
+    else:
+        here = (labels >= first) & (labels < first + z.shape[1])
+        at = here.nonzero()[:, 0], labels[here] - first
+        dz.index_put_(at, -of_loss[here], accumulate=True)
+        if e is not None:
+            p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
     if e is not None:
-        p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
         e.copy_(p)
     z.copy_(dz)
     return dz.sum(0, keepdim=True) if sums else None
@@ -195,14 +201,14 @@ def scored(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`head` for an output embedding that `rows` made ready; without the gradient at n when not asked for."""
     flat = n.to(words.dtype).flatten(0, -2).contiguous()
-    with torch.autocast(n.device.type, enabled=False), torch.cuda.device_of(n):
+    there = torch.cuda.device_of(n) if n.is_cuda and not torch.compiler.is_compiling() else nullcontext()
+    with outside_autocast(n), there:
         loss, r, _ = Head.apply(flat, words, c, labels.flatten(), gradient)
     return loss.view(labels.shape), r.view(n.shape) if gradient else None
 
 
 def _ready(n: Tensor, E: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    autocast = torch.is_autocast_enabled(n.device.type)
-    return rows(E, c, torch.get_autocast_dtype(n.device.type) if autocast else n.dtype)
+    return rows(E, c, autocast_dtype(n) or n.dtype)
 
 
 def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ def fast_weight(
         >>> fast_weight(q, k, v)[0].flatten().tolist()
         [1.0, 2.0, 3.0]
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v, erase = (None if x is None else x.to(dtype) for x in (q, k, v, erase))
     inputs = Inputs(q, k, v, beta, log_decay, erase, state, cu_seqlens, mask)

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastweights import core
 from fastweights.checks import check_offsets
 from fastweights.core import TOKENS, Inputs, Spec
-from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.dtypes import accumulation_dtype, outside_autocast
 from fastweights.torch.methods import state_shape
 
 
@@ -35,7 +35,7 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
         ]
         return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
     outputs = []
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         tokens = ([None] * q.shape[1] if x is None else x.to(wide).unbind(1) for x in inputs[:TOKENS])
         for token in zip(*tokens, strict=True):
             state, o = core.step(state, Inputs(*token), spec, torch)
