@@ -14,7 +14,7 @@ from fastweights.hf import attach, detach
 from fastweights.hf.export import tokenizer_of
 from fastweights.hf.head_training import Adapting, HeadTrainer, body, read_batch, train_head
 from fastweights.hf.loading import load_model, read_text, row_of
-from fastweights.hf.scoring import Reading, score
+from fastweights.hf.scoring import Reading, down_projections, score
 from fastweights.text.tokenizer import Bytes
 from fastweights.torch.dynamic import GradientStatistics
 
@@ -128,6 +128,19 @@ def test_dynamic_evaluation_learns_and_restores(model, tokenizer, texts):
     assert np.mean(scaled.losses[0]) < np.mean(static.losses[0]) - 0.2
 
 
+def test_down_projections_of_a_third():
+    names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(7)]
+    shapes = dict(vocab_size=8, hidden_size=4, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=7, **shapes))
+    thirds = [list(down_projections(model, third)) for third in ("first", "middle", "last")]
+    assert [*thirds[0], *thirds[1], *thirds[2]] == names == list(down_projections(model, "all"))
+    assert thirds[1] == names[3:5]
+    with pytest.raises(FastWeightError, match="third is 'half'; expected one of 'first', 'middle', 'last', 'all'"):
+        down_projections(model, "half")
+    with pytest.raises(FastWeightError, match=r"no feed-forward layer of the Linear ends in one of mlp\.down_proj"):
+        down_projections(torch.nn.Linear(2, 2))
+
+
 def test_training_reads_what_evaluation_reads(model, tokenizer, texts):
     """Features of a batch of pieces are those of windows that end where evaluation's do."""
     attach(model, 12, refresh=4)
@@ -200,6 +213,13 @@ def test_the_program_adapts_resumes_and_evaluates(run, place):
     code, out, err = run("hf", "eval", "model", "long.txt", "--window", "24", "--stride", "8", *arguments)
     assert code == 0, err
     bits = json.loads((place / "rms.json").read_text())["modes"][0]["bits_per_byte"]
+    assert found["modes"][0]["by_text"] == pytest.approx([found["modes"][0]["bits_per_byte"]])
+    arguments = ["--mode", "dynamic+cache", "--parameters", "middle", "--json", "middle.json"]
+    code, out, err = run("hf", "eval", "model", "long.txt", "--window", "24", "--stride", "8", *arguments)
+    assert code == 0, err
+    assert json.loads((place / "middle.json").read_text())["settings"]["parameters"] == [
+        "model.layers.1.mlp.down_proj.weight"
+    ]
     assert bits != found["modes"][5]["bits_per_byte"]
 
 

@@ -178,7 +178,8 @@ def evaluate(
     parameters: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names of weights that dynamic evaluation trains, such as `*.mlp.*`; repeatable. All when absent."
+            help="Names of weights that dynamic evaluation trains, such as `*.mlp.*`, or `middle` for the ends of the "
+            "feed-forward layers in the middle third; repeatable. All when absent."
         ),
     ] = None,
     statistics: Annotated[
@@ -212,9 +213,10 @@ def evaluate(
     from fastweights.text.scores import Score, summary
 
     lr = LR["rms" if statistics else "sgd"] if dynamic_lr is None else dynamic_lr
-    names = tuple(parameters or ("*",))
-    how = scoring.Reading(window=window, stride=stride, lr=lr, parameters=names)
     found, tokenizer = load_model(model, device=device)
+    names = tuple(parameters or ("*",))
+    names = scoring.down_projections(found) if names == ("middle",) else names
+    how = scoring.Reading(window=window, stride=stride, lr=lr, parameters=names)
     texts = [read_file(tokenizer, file, limit) for file in files]
     if statistics:
         how = replace(how, statistics=scoring.gradient_statistics(found, tokenizer, statistics, window))

@@ -25,6 +25,7 @@ from fastweights.hf.other_heads import (
     FastWeightForTokenClassification,
 )
 from fastweights.hf.residual import HeadSettings, ResidualHead
+from fastweights.hf.scoring import down_projections
 
 __all__ = [
     "FastState",
@@ -40,6 +41,7 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "down_projections",
     "export",
     "load_attached",
     "save_attached",

@@ -65,6 +65,25 @@ PARTS = {  # of an attachment, by mode
 }
 
 
+DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.fc_out", "fc2", "feed_forward.out")
+THIRDS = ("first", "middle", "last", "all")
+
+
+def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
+    """Names of the matrices that end the feed-forward layers in a third of a model: `parameters` of dynamic evaluation.
+
+    They are few, and what is below them needs no gradient.
+    """
+    if third not in THIRDS:
+        raise FastWeightError(f"third is {third!r}; expected one of {', '.join(map(repr, THIRDS))}")
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and n.removesuffix(".weight").endswith(DOWN)]
+    if not names:
+        raise FastWeightError(f"no feed-forward layer of the {type(model).__name__} ends in one of {', '.join(DOWN)}; "
+                              "expected one per block: name the parameters themselves")  # fmt: skip
+    n, i = len(names), THIRDS.index(third)
+    return tuple(names) if third == "all" else tuple(names[-(-i * n // 3) : -(-(i + 1) * n // 3)])
+
+
 def modes(model: Any) -> list[str]:
     """Those this model can be scored in; all but static and dynamic need `attach`."""
     return ["static", *(PARTS if hasattr(model, NAME) else ()), "dynamic", "dynamic+cache"]

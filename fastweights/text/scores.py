@@ -70,6 +70,7 @@ def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) 
                 state_bytes=s.state_bytes,
                 peak_bytes=s.peak_bytes,
                 by_position=_by_position(nats, at, sizes),
+                by_text=[float(x.sum() / math.log(2) / len(t.data)) for x, t in zip(s.losses, texts, strict=True)],
             )
         )
     _add_gains(rows)
