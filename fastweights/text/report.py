@@ -28,15 +28,15 @@ def show(found: dict[str, Any], console: Console) -> None:
     texts = found["texts"]
     title = f"{len(texts)} document{'s' * (len(texts) != 1)}, {found['bytes']:,} bytes, {found['tokens']:,} tokens"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    for name in ("bits/byte", "gain", "learning", "perplexity", "seconds", "tokens/s", "carried", "peak"):
+    table.add_column("", no_wrap=True)
+    for name in ("bits/\nbyte", "gain", "learn-\ning", "perplex-\nity", "seconds", "carried", "peak"):
         table.add_column(name, justify="right")
     best = min(m["bits_per_byte"] for m in found["modes"])
     for m in found["modes"]:
         table.add_row(
             LABELS[m["mode"]], f"{m['bits_per_byte']:.3f}", _number(m["gain"]), _number(m["learning"]),
-            f"{m['perplexity']:.2f}", f"{m['seconds']:.1f}", f"{m['tokens_per_second']:,.0f}", _size(m["state_bytes"]),
-            _size(m["peak_bytes"]), style="bold" if m["bits_per_byte"] == best else None,
+            f"{m['perplexity']:.2f}", f"{m['seconds']:.1f}", _size(m["state_bytes"]), _size(m["peak_bytes"]),
+            style="bold" if m["bits_per_byte"] == best else None,
         )  # fmt: skip
     for name, bits in found["compressors"].items():
         table.add_row(name, f"{bits:.3f}")
