@@ -3,18 +3,21 @@
 # make bench   our speed on this machine against installed peers
 # make demo    train, evaluate and generate on this machine, in minutes
 # make docs    build the documentation: site/index.html, which opens from disk
+# make release build sdist and wheel in dist/, check them, and try the wheel in an empty environment
 # make clean   remove the environment and caches
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt# the versions that are tested; /dev/null takes the newest there are
+EXTRA ?= torch# of the wheel that `make release` tries
 
-.PHONY: test check bench format clean demo docs
+.PHONY: test check bench format clean demo docs release
 .DEFAULT_GOAL := test
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
 test: check
@@ -34,20 +37,33 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) site dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/.docs: pyproject.toml constraints.txt
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[docs]"
 	touch $@
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "Open site/index.html"
 
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.release: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[lm]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) "build>=1.2" "twine>=6"
+	touch $@
+
+release: $(VENV)/.release
+	rm -rf dist build/release
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet --constraint $(CONSTRAINTS) "$$(ls $(CURDIR)/dist/*.whl)[$(EXTRA)]"
+	cd build/release && bin/python $(CURDIR)/tests/smoke.py
+
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[lm]"
 	touch $@
 
 demo: $(VENV)/.demo

@@ -1,0 +1,51 @@
+"""What a release rests on: one version, metadata that agree with the workflow, a changelog in its usual form."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fastweights
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pythons():
+    """Versions of Python that the classifiers name."""
+    return {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", c)}
+
+
+def test_the_version_is_said_once():
+    assert "version" in PROJECT["dynamic"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fastweights.__version__)
+    assert f"version: {fastweights.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{fastweights.__version__}}}" in (ROOT / "README.md").read_text()
+
+
+def test_the_workflow_runs_what_ci_runs_on_the_pythons_we_name():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    assert {"run": ".ci/run"} in jobs["pinned"]["steps"]
+    assert set(jobs["pinned"]["strategy"]["matrix"]["python"]) == pythons()
+    named = {file for job in jobs.values() for step in job["steps"] for file in re.findall(r"tests/\w+\.py", str(step))}
+    assert named
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_every_folder_and_file_of_the_sdist_is_there():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert [name for name in build["include"] if not (ROOT / name).exists()] == []
+
+
+def test_the_changelog_has_its_form():
+    headings = re.findall(r"^(#+) (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[:2] == [("#", "Changelog"), ("##", "[Unreleased]")]
+    for level, text in headings[1:]:
+        if level == "##":
+            assert re.fullmatch(r"\[(Unreleased|\d+\.\d+\.\d+)\]( - \d{4}-\d\d-\d\d)?", text)
+        else:
+            assert (level, text) in {
+                ("###", s) for s in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+            }
