@@ -274,3 +274,22 @@ def test_a_mapped_packing_is_refused(rng):
     q, k, v, *_ = (x[None] for x in tensors(rng, B=1, T=4))
     with pytest.raises(FastWeightError, match="cu_seqlens is mapped by vmap; expected one packing"):
         torch.func.vmap(lambda q, k, v, cu: fast_weight(q, k, v, cu_seqlens=cu))(q, k, v, torch.tensor([[0, 4]]))
+
+
+def test_a_packing_is_worked_out_once_per_tensor_of_offsets(rng, monkeypatch):
+    """The layers of a model share one; a tensor that changed, or another one, is looked at anew."""
+    looked = []
+    monkeypatch.setattr(packing, "check_offsets", lambda offsets, T: looked.append(offsets))
+    inputs = tensors(rng, grad=True, B=1, T=20, sequences=2)
+    offsets = torch.tensor([0, 13, 20])
+    for _ in range(3):
+        torch.autograd.grad(call(*inputs, cu_seqlens=offsets)[0].sum(), inputs)
+    assert looked == [[0, 13, 20]]
+    first = call(*inputs, cu_seqlens=offsets)[0]
+    offsets[1] = 7
+    second = call(*inputs, cu_seqlens=offsets)[0]
+    assert looked[1:] == [[0, 7, 20]]
+    assert not torch.equal(first, second)
+    del offsets
+    call(*inputs, cu_seqlens=torch.tensor([0, 9, 20]))
+    assert looked[2:] == [[0, 9, 20]]

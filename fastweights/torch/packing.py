@@ -1,14 +1,44 @@
 """How tokens become chunks, for plain and for packed batches. A chunk never spans two sequences."""
 
-from typing import NamedTuple
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastweights.checks import check_offsets
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.tracing import is_watched
 
 SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
+
+
+_remembered: OrderedDict[tuple, tuple[weakref.ref, int, Any]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def remember(cu_seqlens: Tensor, what: tuple, make: Callable[[], Any]) -> Any:
+    """make(), or what it gave for the same tensor before: the layers of a model all ask for the same packing.
+
+    To look at offsets on a GPU is to wait for the device, which a model of twelve layers need do once per batch. A
+    tensor that was changed in place, or another one at the same address, is looked at anew.
+    """
+    if is_watched() or type(cu_seqlens) is not Tensor:
+        return make()
+    key = (id(cu_seqlens), *what)
+    with _lock:
+        found = _remembered.get(key)
+        if found is not None and found[0]() is cu_seqlens and found[1] == cu_seqlens._version:
+            return found[2]
+    result = make()
+    with _lock:
+        _remembered[key] = weakref.ref(cu_seqlens), cu_seqlens._version, result
+        while len(_remembered) > 16:
+            _remembered.popitem(last=False)
+    return result
 
 
 class Sequences(NamedTuple):
@@ -19,11 +49,15 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, T: int) -> "Sequences":
-        """From offsets, which are checked. On a GPU this waits for the device."""
-        offsets = cu_seqlens.tolist()
-        check_offsets(offsets, T)
-        start = torch.tensor(offsets[:-1])
-        return cls(start, torch.tensor(offsets[1:]) - start)
+        """From offsets, which are checked. On a GPU this waits for the device, once per tensor of offsets."""
+
+        def make():
+            offsets = cu_seqlens.tolist()
+            check_offsets(offsets, T)
+            start = torch.tensor(offsets[:-1])
+            return cls(start, torch.tensor(offsets[1:]) - start)
+
+        return remember(cu_seqlens, ("sequences", T), make)
 
     def cut(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Parts of at most `size` tokens, sequence by sequence.

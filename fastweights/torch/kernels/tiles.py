@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 
 from fastweights.torch.kernels.plan import Slot
-from fastweights.torch.packing import Sequences
+from fastweights.torch.packing import Sequences, remember
 
 C = 64  # tokens per chunk
 
@@ -66,12 +66,17 @@ class Layout:
 
 def pack(cu_seqlens, T, every):
     """((of_sequence, of_row, of_span), whole): tables beside cu_seqlens, and whether every row is full."""
-    sequences = Sequences.of(cu_seqlens, T)
-    first_row, _, of_row = sequences.cut(C)
-    first_span, _, of_span = sequences.cut(C * every)
-    of_sequence = torch.stack([*sequences, first_row, first_span], 1)
-    tables = tuple(x.to(cu_seqlens.device) for x in (of_sequence, of_row, of_span))
-    return tables, not (sequences.length % C).any().item()
+
+    def make():
+        sequences = Sequences.of(cu_seqlens, T)
+        first_row, _, of_row = sequences.cut(C)
+        first_span, _, of_span = sequences.cut(C * every)
+        of_sequence = torch.stack([*sequences, first_row, first_span], 1)
+        with torch.inference_mode(False):
+            tables = tuple(x.to(cu_seqlens.device, non_blocking=True) for x in (of_sequence, of_row, of_span))
+        return tables, not (sequences.length % C).any().item()
+
+    return remember(cu_seqlens, ("tables", T, every), make)
 
 
 @triton.jit
