@@ -172,9 +172,21 @@ def normalise(x, norm, xp, nn, *, positive=False):
 
 
 def favor_projection(M, d, seed):
-    """(M, d) NumPy float64: rows orthogonal within blocks of d, each as long as a Gaussian vector of width d.
+    """Random directions of FAVOR+, for `feature_map(x, "favor-M", projection=...)`.
 
-    The same seed gives the same features in every framework.
+        >>> favor_projection(8, 4, seed=0).shape
+        (8, 4)
+
+    Rows are orthogonal within blocks of d, and each is as long as a Gaussian vector of width d. The same seed gives the
+    same directions in every framework.
+
+    Args:
+        M: number of directions; features have width 2 M.
+        d: width of queries and keys.
+        seed: of NumPy's generator.
+
+    Returns:
+        (M, d) NumPy float64.
     """
     import numpy as np
 

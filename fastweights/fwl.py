@@ -127,7 +127,13 @@ class FWLState(NamedTuple):
 
 
 class FWLOutput(NamedTuple):
-    """logits (B, T, V), or None if not asked for; loss and slow_loss (B, T), of both passes, unweighted; state."""
+    """What `FWLBlock.run` returns, for B sequences of T tokens and a vocabulary of V.
+
+    logits (B, T, V): of the fast pass, which has learned from the tokens before; None if not asked for.
+    loss (B, T): of the fast pass, in nats, unweighted: what a model that learns while it reads pays.
+    slow_loss (B, T): of the slow pass, the trained weights alone. Their difference is what learning gained.
+    state: what has been learned; pass it to the next call to go on with the same document.
+    """
 
     logits: Any
     loss: Any

@@ -22,7 +22,11 @@ ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid")
 
 
 class RNNState(NamedTuple):
-    """h (B, H), the hidden vector;  A (B, H, H), the fast weights."""
+    """What a `FastWeightRNN` remembers: pass it to the next call, save it, fork it.
+
+    h (B, H): the hidden vector after the last token, H its width.
+    A (B, H, H): the fast weights, a decaying sum of outer products of past hidden vectors.
+    """
 
     h: Any
     A: Any

@@ -234,6 +234,7 @@ def detach(model: nn.Module) -> ResidualHead:
 
 
 def attached(model: nn.Module) -> ResidualHead:
+    """The head that `attach` or `load_attached` put on a model; raises where there is none."""
     head = getattr(model, NAME, None)
     if not isinstance(head, ResidualHead):
         raise FastWeightError("no head is attached; expected attach(model) or load_attached(model, folder) first")

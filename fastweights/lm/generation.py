@@ -15,7 +15,16 @@ from fastweights.torch.cache import CacheState, NeuralCache, recorded
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. temperature 0 takes the likeliest."""
+    """How the next token is drawn.
+
+        >>> Sampling(temperature=0).draw(torch.tensor([0.1, 2.0, 0.3]), torch.Generator())
+        1
+
+    temperature: divides the logits; 0 takes the likeliest token, 1 draws as the model says.
+    top_k: number of likeliest tokens to choose among; 0 for all.
+    top_p: probability that these have together, the likeliest first.
+    seed: the same seed writes the same text.
+    """
 
     temperature: float = 0.8
     top_k: int = 0

@@ -51,7 +51,14 @@ def train(
 ) -> Path:
     """Train a model into the folder `run`; returns the folder.
 
-    train(Config.of("laptop", steps=100), "runs/first")
+    `train(Config.of("laptop", steps=100), "runs/first")` does what `fastweights train runs/first --steps 100` does.
+
+    Args:
+        config: what to train, on what and for how long.
+        run: folder to make: configuration, tokenizer, weights, log. It must not exist, unless `resume` is set.
+        resume: go on with the run that is there, with its own configuration.
+        console: where progress is shown; nowhere when absent.
+        cache: folder for tokenised documents; the user's cache folder when absent.
     """
     run = Path(run)
     config = _claim(run, config, resume)

@@ -45,7 +45,14 @@ def _of(default: Any, help: str, flag: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a training run depends on. `Config.of("gpu", dim=512)` is a preset with changes."""
+    """Everything a training run depends on; its fields are the options that `fastweights train --help` explains.
+
+        >>> config = Config.of("laptop", dim=64, steps=100)  # a preset with changes
+        >>> config.dim, config.model
+        (64, 'gated-delta')
+
+    It is frozen, and is saved with the run.
+    """
 
     data: str = _of("stdlib", "Documents to train on: stdlib, a file, a folder, or hf:NAME[:CONFIG].")
     tokenizer: str = _of("bytes", "Tokenizer: bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")

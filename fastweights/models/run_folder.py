@@ -35,7 +35,15 @@ def write_config(run: Path, config: Config, vocab: int, **about: Any) -> None:
 
 
 def load(run: str | Path, *, last: bool = False, device: str = "auto") -> LanguageModel:
-    """The model of a run with its tokenizer, ready to evaluate: the best weights, or the last."""
+    """The model of a run with its tokenizer, ready to evaluate.
+
+    `model.read(text)` makes a `Memory` of a text, `generate(model, memory, tokens)` goes on writing from it.
+
+    Args:
+        run: folder that `fastweights train` made.
+        last: take the last weights rather than those with the best validation loss.
+        device: "cpu", "cuda", or "auto", a GPU where PyTorch finds one.
+    """
     run = Path(run)
     config, about = read_config(run)
     file = next((run / f for f in ((LAST,) if last else (BEST, LAST)) if (run / f).exists()), None)

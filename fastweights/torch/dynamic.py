@@ -65,7 +65,17 @@ class DynamicResult:
 
 
 class GradientStatistics(dict[str, Tensor]):
-    """Mean squared gradients by parameter name, over `batches` batches of training data."""
+    """Mean squared gradients by parameter name, over `batches` batches of training data.
+
+    The rules "rms" and "rms-sum" of `DynamicEvaluation` divide by their roots, so that each weight takes steps of a
+    size that suits it. Collect them once per model, and keep them beside it.
+
+        >>> model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
+        >>> statistics = GradientStatistics.collect(model, [torch.randint(20, (4, 32)) for _ in range(3)])
+        >>> statistics.batches, statistics["1.weight"].shape
+        (3, torch.Size([20, 16]))
+        >>> dynamic = DynamicEvaluation(model, rule="rms", lr=1e-3, statistics=statistics)
+    """
 
     batches: int = 0
 

@@ -301,6 +301,10 @@ def make_labels(
 ) -> tuple[Tensor, Tensor]:
     """Next-token labels (B, T) and weights (B, T) for tokens (B, T).
 
+        >>> labels, weights = make_labels(torch.tensor([[5, 6, 7, 0]]), pad_id=0)
+        >>> labels.tolist(), weights.tolist()
+        ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+
     Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
     """
     labels = torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1)

@@ -195,7 +195,14 @@ def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
-    """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer."""
+    """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer.
+
+    >>> one, other = FastWeightAttention(8, heads=2), FastWeightAttention(8, heads=2)
+    >>> import_parameters(other, export_parameters(one))
+    >>> x = torch.randn(1, 5, 8)
+    >>> torch.equal(one(x)[0], other(x)[0])
+    True
+    """
     weights = _weights(module)
     attention_config.check_parameters(arrays, {name: x.shape for name, x in weights.items()})
     for name, x in weights.items():

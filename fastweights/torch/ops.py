@@ -229,6 +229,12 @@ def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor 
         norm: "none", "sum", "l2" or "max".
         projection: (M, d), for "favor-M" alone: `favor_projection(M, d, seed)`.
 
+    Examples:
+        >>> feature_map(torch.tensor([[3.0, 4.0]]), "identity", norm="l2")
+        tensor([[0.6000, 0.8000]])
+        >>> feature_map(torch.randn(2, 10, 4, 16), "dpfp-3").shape
+        torch.Size([2, 10, 4, 96])
+
     Returns:
         (..., width) in the dtype of x, computed in float32 or wider; on a GPU with Triton, all but FAVOR+ and "max"
         in one pass over memory.
