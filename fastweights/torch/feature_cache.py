@@ -41,11 +41,11 @@ class FeatureCacheState(NamedTuple):
 class FeatureCache:
     """Predict the tokens that followed similar features, from a memory of constant size; nothing to tune.
 
-        >>> cache = FeatureCache(4)
+        >>> cache = FeatureCache(4, features="relu")
         >>> x, labels = torch.eye(4).repeat(1, 3, 1), torch.arange(4).repeat(1, 3)
         >>> losses, state = cache.score(x, labels, torch.full((1, 12), math.log(4)))
         >>> state.memory.shape, losses[0, -4:].mean() < losses[0, :4].mean()
-        (torch.Size([1, 4, 8, 5]), tensor(True))
+        (torch.Size([1, 4, 4, 5]), tensor(True))
 
     It never forgets what decay 1 wrote, and blurs it instead: what a `NeuralCache` finds exactly among its last tokens,
     this one finds by features that overlap. The memory has K V numbers per decay, which only suits small vocabularies,

@@ -103,7 +103,8 @@ def fast_weight(
     """
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v, erase = (None if x is None else x.to(dtype) for x in (q, k, v, erase))
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        erase = None if erase is None else erase.to(dtype)
     inputs = Inputs(q, k, v, beta, log_decay, erase, state, cu_seqlens, mask)
     call = _look_up(inputs, rule, read, features, norm, writes, method, chunk_size)
     if out_state is not None:
