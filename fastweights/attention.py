@@ -5,6 +5,7 @@ computes is here and in attention_config.py. Shapes: B batch, T tokens, D model 
 width, W convolution width, N packed sequences.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from fastweights.core import FastWeightError, dtype_name
@@ -37,27 +38,41 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
     memory, z, conv = (None, None, None) if state is None else state
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
         x = xp.where(mask[..., None], x, xp.zeros_like(x))
-    parts = list(ops.split(layer.in_proj(x), config.cuts))
+    cut = list(ops.split(layer.in_proj(x), config.cuts))
     if config.conv:
-        qkv, conv = convolve(ops, layer.conv, parts[0], conv, cu_seqlens, mask)
-        parts[:1] = ops.split(qkv, config.qkv)
+        qkv, conv = convolve(ops, layer.conv, cut[0], conv, cu_seqlens, mask)
+        cut[:1] = ops.split(qkv, config.qkv)
+    parts = dict(zip(config.sections, cut, strict=True))
     B, T = ops.shape(x)[:2]
-    q, k = (xp.reshape(x, (B, T, config.groups, config.key_width)) for x in parts[:2])
-    v = xp.reshape(parts[2], (B, T, heads, config.value_width))
+    W = T if config.writes == 1 else T * config.writes
+    q = xp.reshape(parts["q"], (B, T, config.groups, config.key_width))
+    k = xp.reshape(parts["k"], (B, W, config.groups, config.key_width))
+    v = xp.reshape(parts["v"], (B, W, heads, config.value_width))
     v = nn.silu(v) if config.conv else v
-    gate = parts[3] if config.gate else None
-    beta = log_decay = None
+    beta = log_decay = write = None
     if config.has_beta:
-        beta = nn.sigmoid(ops.wide(parts[3 + config.gate]))
+        beta = nn.sigmoid(ops.wide(parts["beta"]))
         beta = beta if config.beta_max == 1.0 else config.beta_max * beta
+        beta = beta if config.writes == 1 else xp.reshape(beta, (B, W, heads))
+    elif config.beta == "value":
+        v = v * nn.sigmoid(xp.reshape(parts["beta"], (B, W, heads, config.value_width)))
     if config.decay is not None:
-        log_decay = _log_decay(config, ops, layer, parts[-1], v)
+        log_decay, step = _log_decay(config, ops, layer, parts.get("decay"), q)
+        beta = step if config.beta == "step" else beta
+    if config.erase:
+        share = nn.sigmoid(xp.reshape(parts["erase"], (B, W, heads, config.feature_width)))
+        write = lambda k, v: (k, v, dict(erase=share * k))  # noqa: E731
+    if config.erase == "removal":
+        write = lambda k, v: removal(ops, layer, k, v, share, log_decay)  # noqa: E731
     how = dict(log_decay=log_decay, cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
-    o, memory, z = mix(config, ops, q, k, v, beta, memory, z, layer.projection, how)
+    if config.writes > 1:
+        how["writes"] = config.writes
+    o, memory, z = mix(config, ops, q, k, v, beta, memory, z, layer.projection, how, write)
     if config.out_norm:
         o = _rms_norm(ops, o, layer.out_norm)
-    if gate is not None:
-        o = o * nn.silu(xp.reshape(gate, (B, T, heads, config.value_width)))
+    if config.gate:
+        gate = xp.reshape(parts["gate"], (B, T, heads, config.value_width))
+        o = o * (nn.sigmoid(gate) if config.gate == "sigmoid" else nn.silu(gate))
     y = layer.out_proj(xp.reshape(o, (B, T, heads * config.value_width)))
     return y, AttentionState(memory, z, conv)
 
@@ -77,10 +92,11 @@ def check_input(config, x, state, mask):
                               "True for a real token, False for padding")  # fmt: skip
 
 
-def mix(config, ops, q, k, v, beta, memory, z, projection, how):
+def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
     """Features, normalisation and the memory: (o, memory, z) for q, k (B, T, groups, K) and v (B, T, H, V).
 
-    how: the other arguments of `fast_weight`, log_decay among them.
+    how: the other arguments of `fast_weight`, log_decay among them;  write(k, v): what is really written for mapped
+    keys and values, (k, v, further arguments).
     """
     xp, attention, log_decay = ops.xp, config.attention_norm, how["log_decay"]
     if config.maps_inside:
@@ -94,6 +110,9 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how):
     if config.norm == "nlms":
         rate = 1.0 / (xp.sum(ops.wide(k) * ops.wide(k), -1) + EPS)
         beta = rate if beta is None else beta * rate
+    if write is not None:
+        k, v, more = write(k, v)
+        how = how | more
     if not attention:
         o, memory = ops.fast_weight(q, k, v, beta=beta, rule=config.rule, state=memory, **how)
         return o, memory, None
@@ -112,6 +131,28 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how):
     beta = kappa[..., 0] if beta is None else beta * kappa[..., 0]
     o, memory = ops.fast_weight(q, ops.cast(wide_k / kappa, k), v, beta=beta, rule="delta", state=memory, **how)
     return ops.cast(ops.wide(o) / _present(xp, total), o), memory, z[..., 0]
+
+
+def removal(ops, layer, k, v, rate, log_decay):
+    """The two writes of RWKV-7, what a removal key retrieves goes, then the value comes: (k, v, further arguments).
+
+        S_t = Diag(w) S_{t-1} - (rate * c) (S_{t-1}^T c)^T + k' v^T,     c the unit vector of removal_key * k,
+        k' = k (1 + (rate - 1) removal_mix)
+
+    c reads the memory as it was before the decay; our erase key reads after it, so it is c / w. w is above 0.54.
+    """
+    xp = ops.xp
+    c = unit(ops.wide(k) * layer.removal_key, EPS, xp, ops.nn)
+    written = ops.wide(k) * (1.0 + (ops.wide(rate) - 1.0) * layer.removal_mix)
+    pairs = ((ops.wide(rate) * c, written), (xp.zeros_like(v), v), (c * xp.exp(-log_decay), xp.zeros_like(c)))
+
+    def in_turn(first, second):
+        B, T, *rest = ops.shape(first)
+        both = xp.concatenate([first[:, :, None], second[:, :, None]], 2)
+        return ops.cast(xp.reshape(both, (B, 2 * T, *rest)), v)
+
+    k, v, erase = (in_turn(*pair) for pair in pairs)
+    return k, v, dict(erase=erase, writes=2)
 
 
 def convolve(ops, weight, x, state, cu_seqlens, mask):
@@ -180,12 +221,22 @@ def _gather(ops, x, index):
     return ops.take(x, index[..., None], 1)
 
 
-def _log_decay(config, ops, layer, raw, like):
-    """log a (B, T, H): learned from the token, or fixed per head."""
+def _log_decay(config, ops, layer, raw, q):
+    """log a, (B, T, H) or (B, T, H, K'), learned from the token or fixed per head; and the step (B, T, H) behind it."""
+    xp = ops.xp
+    if config.fixed_decay is not None:
+        return xp.zeros_like(ops.wide(q[..., :1, 0])) + ops.array(config.fixed_decay, q), None
+    raw, bias = ops.wide(raw), ops.wide(layer.decay_bias)
     if config.decay == "learned":
-        rate = ops.nn.softplus(ops.wide(raw) + ops.wide(layer.decay_bias))
-        return -ops.xp.exp(ops.wide(layer.decay_log)) * rate
-    return ops.xp.zeros_like(ops.wide(like[..., 0])) + ops.array(config.fixed_decay, like)
+        step = ops.nn.softplus(raw + bias)
+        return -xp.exp(ops.wide(layer.decay_log)) * step, step
+    raw = ops.matmul(raw, ops.wide(layer.decay_proj))
+    raw = xp.reshape(raw, (*ops.shape(raw)[:2], config.heads, config.feature_width)) + bias
+    if config.decay == "gla":  # sigmoid to the power of 1 / 16
+        return ops.nn.softplus(-raw) / -16.0, None
+    if config.decay == "rwkv-7":
+        return -math.exp(-0.5) * ops.nn.sigmoid(raw), None
+    return -xp.exp(ops.wide(layer.decay_log))[:, None] * ops.nn.softplus(raw), None
 
 
 def _rms_norm(ops, x, weight):

@@ -30,6 +30,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deltanet": dict(rule="delta", features="silu", norm="l2", conv=4),
     "gated-deltanet": dict(rule="delta", features="silu", norm="l2", conv=4, decay="learned", gate=True),
     "retnet": dict(rule="sum", features="identity", norm="none", decay="retnet", gate=True),
+    "mamba-2": dict(
+        rule="sum", features="silu", norm="none", key_heads=1, conv=4, decay="learned", beta="step", gate=True
+    ),
+    "gla": dict(rule="sum", features="identity", norm="none", decay="gla", gate=True),
+    "kda": dict(rule="delta", features="silu", norm="l2", conv=4, decay="channel", gate="sigmoid"),
+    "gated-deltanet-2": dict(
+        rule="delta", features="silu", norm="l2", conv=4, decay="channel", erase=True, beta="value", gate=True
+    ),
+    "rwkv-7": dict(
+        rule="delta",
+        features="identity",
+        norm="none",
+        conv=2,
+        decay="rwkv-7",
+        erase="removal",
+        beta=False,
+        gate="sigmoid",
+    ),
+    "delta-product": dict(rule="delta", features="silu", norm="l2", conv=4, writes=2, beta_max=2.0, gate=True),
 }
 # Shorter names of the same
 ALIASES = {
@@ -37,7 +56,14 @@ ALIASES = {
     "dpfp-delta": "delta-network",
     "delta": "deltanet",
     "gated-delta": "gated-deltanet",
+    "kimi-delta-attention": "kda",
 }
+# Decays that are learned from the token: one per head, or one per key channel
+LEARNED = ("learned", "channel", "gla", "rwkv-7")
+CHANNELS = ("channel", "gla", "rwkv-7")
+BETAS = (None, True, False, "value", "step")
+GATES = (True, False, "sigmoid")
+ERASES = (True, False, "removal")
 
 
 @dataclass(frozen=True)
@@ -52,11 +78,14 @@ class AttentionConfig:
     key_dim: int | None = None
     value_dim: int | None = None
     key_heads: int | None = None
-    beta: bool | None = None
+    writes: int = 1
+    beta: bool | str | None = None
     beta_max: float = 1.0
     decay: str | float | tuple[float, ...] | None = None
+    decay_rank: int | None = None
+    erase: bool | str = False
     conv: int = 0
-    gate: bool = False
+    gate: bool | str = False
     out_norm: bool = True
     seed: int = 0
 
@@ -73,6 +102,10 @@ class AttentionConfig:
             raise FastWeightError(f"rule is {self.rule!r}; expected one of {', '.join(map(repr, RULES))}")
         if self.norm not in NORMS:
             raise FastWeightError(f"norm is {self.norm!r}; expected one of {', '.join(map(repr, NORMS))}")
+        for name, allowed in (("beta", BETAS), ("gate", GATES), ("erase", ERASES)):
+            if getattr(self, name) not in allowed:
+                raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {', '.join(map(repr, allowed))}")
+        self._check_general()
         if not 0 < self.beta_max <= 2:
             raise FastWeightError(f"beta_max is {self.beta_max}; expected above 0 and at most 2: past it the delta "
                                   "rule's memory grows")  # fmt: skip
@@ -82,8 +115,33 @@ class AttentionConfig:
             getattr(self, name)  # once, with its checks
         self._warn()
 
+    def _check_general(self):
+        """Raise where several writes, an erase key or a decay per channel meet what they cannot."""
+        if not isinstance(self.writes, int) or self.writes < 1:
+            raise FastWeightError(f"writes is {self.writes!r}; expected a positive whole number: writes per token")
+        if self.erase and not RULES[self.rule].erases:
+            raise FastWeightError(
+                f"erase is {self.erase!r} with rule={self.rule!r}; expected False: it corrects nothing"
+            )
+        if self.erase == "removal" and (self.decay != "rwkv-7" or self.writes > 1 or self.beta is not False):
+            raise FastWeightError(
+                f"erase is 'removal' with decay={self.decay!r}, writes={self.writes} and beta={self.beta}; expected "
+                "decay='rwkv-7', writes=1 and beta=False: its two writes per token have rates of their own"
+            )
+        if self.beta == "step" and (self.decay != "learned" or self.writes > 1):
+            raise FastWeightError(
+                f"beta is 'step' with decay={self.decay!r} and writes={self.writes}; expected decay='learned' and "
+                "writes=1: the step that decays is the one that writes"
+            )
+        general = self.writes > 1 or self.erase or (self.decay in CHANNELS and self.rule != "sum")
+        if self.attention_norm and general:
+            raise FastWeightError(
+                f"norm is {self.norm!r} with writes={self.writes}, erase={self.erase} and decay={self.decay!r}; "
+                "expected another norm: its normaliser z has one write per token and one decay per head"
+            )
+
     def _warn(self):
-        if self.rule == "delta" and self.norm == "none":
+        if self.rule == "delta" and self.norm == "none" and self.erase != "removal":
             warn_once(
                 'rule="delta" with norm="none": a write multiplies the memory by I - beta k k^T, which grows it '
                 'whenever beta |k|^2 > 2; expect the memory to diverge. norm="l2" or "sum" bounds it.'
@@ -112,6 +170,7 @@ class AttentionConfig:
     def maps_inside(self):
         """Whether `fast_weight` may map q and k itself: nothing else sees the features."""
         alone = not self.attention_norm or self.rule == "sum"
+        alone = alone and not self.erase
         return alone and not self.phi.random and self.norm != "nlms" and self.groups == self.heads
 
     @cached_property
@@ -132,12 +191,13 @@ class AttentionConfig:
 
     @cached_property
     def has_beta(self):
-        return self.rule == "delta" if self.beta is None else self.beta
+        """Whether a projection of the token gives one write rate per head."""
+        return self.rule == "delta" if self.beta is None else self.beta is True
 
     @cached_property
     def fixed_decay(self):
         """log a per head, when it is not learned."""
-        if self.decay in (None, "learned"):
+        if self.decay is None or self.decay in LEARNED:
             return None
         if self.decay == "retnet":
             return tuple(math.log(1 - 2.0 ** (-5 - h)) for h in range(self.heads))
@@ -146,15 +206,17 @@ class AttentionConfig:
         except (TypeError, ValueError):
             rates = []
         if len(rates) != self.heads or not all(0 < a <= 1 for a in rates):
-            raise FastWeightError(f"decay is {self.decay!r}; expected None, 'learned', 'retnet', a number in (0, 1] "
-                                  f"or one for each of {self.heads} heads: the share kept per token")  # fmt: skip
+            raise FastWeightError(
+                f"decay is {self.decay!r}; expected None, 'learned', 'channel', 'gla', 'rwkv-7', 'retnet', a number in "
+                f"(0, 1] or one for each of {self.heads} heads: the share kept per token"
+            )
         return tuple(math.log(a) for a in rates)
 
     @cached_property
     def qkv(self):
         """Widths of q, k and v."""
         keys = self.groups * self.key_width
-        return [keys, keys, self.heads * self.value_width]
+        return [keys, self.writes * keys, self.writes * self.heads * self.value_width]
 
     @cached_property
     def channels(self):
@@ -168,10 +230,19 @@ class AttentionConfig:
         if self.gate:
             widths["gate"] = self.heads * self.value_width
         if self.has_beta:
-            widths["beta"] = self.heads
-        if self.decay == "learned":
-            widths["decay"] = self.heads
+            widths["beta"] = self.writes * self.heads
+        if self.beta == "value":
+            widths["beta"] = self.writes * self.heads * self.value_width
+        if self.erase:
+            widths["erase"] = self.writes * self.heads * self.feature_width
+        if self.decay in LEARNED:
+            widths["decay"] = self.rank if self.decay in CHANNELS else self.heads
         return widths
+
+    @cached_property
+    def rank(self):
+        """Numbers of a token from which the decays of all its channels are made."""
+        return self.decay_rank or (16 if self.decay == "gla" else self.key_width)
 
     @cached_property
     def cuts(self):
@@ -187,6 +258,13 @@ class AttentionConfig:
             shapes["conv"] = (self.conv, self.channels)
         if self.decay == "learned":
             shapes |= dict(decay_log=(self.heads,), decay_bias=(self.heads,))
+        if self.decay in CHANNELS:
+            shapes["decay_proj"] = (self.rank, self.heads * self.feature_width)
+            shapes["decay_bias"] = (self.heads, self.feature_width)
+        if self.decay == "channel":
+            shapes["decay_log"] = (self.heads,)
+        if self.erase == "removal":
+            shapes |= dict.fromkeys(("removal_key", "removal_mix"), (self.heads, self.feature_width))
         if self.out_norm:
             shapes["out_norm"] = (self.value_width,)
         return shapes | dict(out_proj=(self.heads * self.value_width, self.dim))
@@ -200,10 +278,14 @@ class AttentionConfig:
     def initial_value(self, name, uniform, xp):
         """The initial value of one parameter.  uniform(low, high, shape) draws it;  xp: the namespace of its arrays."""
         shape = self.shapes[name]
-        if name == "out_norm":
+        if name in ("out_norm", "removal_mix"):
             return xp.ones(shape)
+        if name == "removal_key":
+            return 0.85 * xp.ones(shape)
         if name == "decay_log":
             return xp.log(uniform(1.0, 16.0, shape))
+        if name == "decay_bias" and self.decay in ("gla", "rwkv-7"):
+            return xp.zeros(shape) - (0.0 if self.decay == "gla" else 3.0)
         if name == "decay_bias":  # softplus of it is log-uniform in [0.001, 0.1]
             return xp.log(xp.expm1(xp.exp(uniform(math.log(1e-3), math.log(0.1), shape))))
         return uniform(-1.0, 1.0, shape) / math.sqrt(shape[0])

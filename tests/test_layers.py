@@ -320,7 +320,10 @@ def test_repr_says_what_differs_from_the_defaults():
         (dict(key_heads=3, heads=4), "key_heads is 3; expected a divisor of heads=4"),
         (dict(beta_max=3.0), "beta_max is 3.0; expected above 0 and at most 2"),
         (dict(conv=1), "conv is 1; expected 0 for none, or a width of at least 2"),
-        (dict(decay=(0.9,)), r"decay is \(0.9,\); expected None, 'learned', 'retnet', a number in \(0, 1\] or one"),
+        (
+            dict(decay=(0.9,)),
+            r"decay is \(0.9,\); expected None, 'learned', 'channel', 'gla', 'rwkv-7', 'retnet'",
+        ),
         (dict(decay=1.5), r"decay is 1.5; expected None"),
     ],
 )
@@ -423,7 +426,8 @@ def test_construction_on_meta_is_free_and_can_be_filled(name):
 def assert_initial(layer):
     """The documented initial values, none of them left out."""
     weights = {n: x.detach() for n, x in layer.state_dict().items()}
-    for matrix, inputs in (("in_proj.weight", 8), ("out_proj.weight", 8), ("conv", layer.config.conv)):
+    for matrix, inputs in (("in_proj.weight", 8), ("out_proj.weight", 8), ("conv", layer.config.conv),
+                           ("decay_proj", layer.config.rank)):  # fmt: skip
         x = weights.pop(matrix, None)
         assert x is None or 0.5 * inputs**-0.5 < x.abs().max() <= inputs**-0.5, matrix
     assert weights.pop("draws") == 0
@@ -435,6 +439,13 @@ def assert_initial(layer):
         rates = torch.nn.functional.softplus(weights.pop("decay_bias"))
         assert (rates >= 1e-3 * (1 - 1e-3)).all()
         assert (rates <= 0.1 * (1 + 1e-3)).all()
+    for name, value in (
+        ("decay_bias", 0 if layer.config.decay == "gla" else -3),
+        ("removal_key", 0.85),
+        ("removal_mix", 1),
+    ):
+        if name in weights:
+            assert (weights.pop(name) == value).all(), name
     if "projection" in weights:
         assert_close(weights.pop("projection").numpy(), layer.config.projection().astype("float32"))
     assert not weights

@@ -46,12 +46,18 @@ class FastWeightAttention(nn.Module):
             says what each is for).
         key_dim, value_dim: widths per head; dim / heads when absent.
         key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
-        beta: learn a write rate per token and head; when absent, for the delta rule only.
+        writes: keys, values and write rates per token, written one after the other (DeltaProduct).
+        beta: True, learn a write rate per token and head; "value", one per value channel; "step", the step of the
+            learned decay (Mamba-2); False, none; when absent, True for the delta rule only.
         beta_max: the largest write rate, up to 2 (negative eigenvalues).
-        decay: "learned" per token and head (Gated DeltaNet), "retnet", a share kept per token, one for each head, or
-            None.
+        decay: "learned" per token and head (Gated DeltaNet), "channel" per key channel too (Kimi Delta Attention),
+            "gla" (a root of a sigmoid per key channel), "rwkv-7" (never below 0.54), "retnet", a share kept per token,
+            one for each head, or None.
+        decay_rank: numbers of a token that the decays of its channels are made of; the key width, or 16 for "gla".
+        erase: learn, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal", a
+            write of its own that takes away what a removal key retrieves (RWKV-7).
         conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
-        gate: multiply the output by SiLU of a projection of the input.
+        gate: multiply the output by SiLU of a projection of the input; "sigmoid", by that instead.
         out_norm: RMS norm over each head's output.
         seed: of FAVOR+'s random directions, which are in the collection "constants"; `redraw` draws them anew.
         method, chunk_size: as for `fast_weight`.
@@ -68,11 +74,14 @@ class FastWeightAttention(nn.Module):
     key_dim: int | None = None
     value_dim: int | None = None
     key_heads: int | None = None
-    beta: bool | None = None
+    writes: int = 1
+    beta: bool | str | None = None
     beta_max: float = 1.0
     decay: str | float | tuple[float, ...] | None = None
+    decay_rank: int | None = None
+    erase: bool | str = False
     conv: int = 0
-    gate: bool = False
+    gate: bool | str = False
     out_norm: bool = True
     seed: int = 0
     method: Method = "auto"

@@ -1,6 +1,5 @@
 """Layers for PyTorch: batch first, state in and state out."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,12 +33,18 @@ class FastWeightAttention(nn.Module):
             says what each is for).
         key_dim, value_dim: widths per head; dim / heads when absent.
         key_heads: heads of queries and keys, each shared by heads / key_heads memories; heads when absent.
-        beta: learn a write rate per token and head; when absent, for the delta rule only.
+        writes: keys, values and write rates per token, written one after the other (DeltaProduct).
+        beta: True, learn a write rate per token and head; "value", one per value channel; "step", the step of the
+            learned decay (Mamba-2); False, none; when absent, True for the delta rule only.
         beta_max: the largest write rate, up to 2 (negative eigenvalues).
-        decay: "learned" per token and head (Gated DeltaNet), "retnet", a share kept per token, one for each head, or
-            None.
+        decay: "learned" per token and head (Gated DeltaNet), "channel" per key channel too (Kimi Delta Attention),
+            "gla" (a root of a sigmoid per key channel), "rwkv-7" (never below 0.54), "retnet", a share kept per token,
+            one for each head, or None.
+        decay_rank: numbers of a token that the decays of its channels are made of; the key width, or 16 for "gla".
+        erase: learn, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal", a
+            write of its own that takes away what a removal key retrieves (RWKV-7).
         conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
-        gate: multiply the output by SiLU of a projection of the input.
+        gate: multiply the output by SiLU of a projection of the input; "sigmoid", by that instead.
         out_norm: RMS norm over each head's output.
         seed: of FAVOR+'s random directions.
         redraw: in training, draw FAVOR+'s directions anew at each call; evaluation keeps the last ones.
@@ -62,11 +67,14 @@ class FastWeightAttention(nn.Module):
         key_dim: int | None = None,
         value_dim: int | None = None,
         key_heads: int | None = None,
-        beta: bool | None = None,
+        writes: int = 1,
+        beta: bool | str | None = None,
         beta_max: float = 1.0,
         decay: str | float | tuple[float, ...] | None = None,
+        decay_rank: int | None = None,
+        erase: bool | str = False,
         conv: int = 0,
-        gate: bool = False,
+        gate: bool | str = False,
         out_norm: bool = True,
         seed: int = 0,
         redraw: bool = False,
@@ -78,8 +86,8 @@ class FastWeightAttention(nn.Module):
         super().__init__()
         self.config = attention_config.AttentionConfig(
             dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
-            key_heads=key_heads, beta=beta, beta_max=beta_max, decay=decay, conv=conv, gate=gate, out_norm=out_norm,
-            seed=seed,
+            key_heads=key_heads, writes=writes, beta=beta, beta_max=beta_max, decay=decay, decay_rank=decay_rank,
+            erase=erase, conv=conv, gate=gate, out_norm=out_norm, seed=seed,
         )  # fmt: skip
         self.redraw, self.method, self.chunk_size = redraw, method, chunk_size
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
@@ -108,10 +116,10 @@ class FastWeightAttention(nn.Module):
         c = self.config
         if c.conv:
             init.uniform_(self.conv, -(c.conv**-0.5), c.conv**-0.5)
-        if c.decay == "learned":
-            init.uniform_(self.decay_log, 1.0, 16.0).log_()
-            # softplus of it is log-uniform in [0.001, 0.1]
-            init.uniform_(self.decay_bias, math.log(1e-3), math.log(0.1)).exp_().expm1_().log_()
+        for name in c.shapes:
+            if name.startswith(("decay", "removal")):
+                x = getattr(self, name)
+                x.copy_(c.initial_value(name, lambda a, b, _, x=x: torch.empty_like(x).uniform_(a, b), torch))
         if c.out_norm:
             init.ones_(self.out_norm)
         self.draws.zero_()
