@@ -108,7 +108,7 @@ def test_lora_reaches_every_projection(tmp_path):
         f"blocks.1.{n}" for n in ("mixer.in_proj", "mixer.out_proj", *parts)
     }
     before = model(input_ids=tokens, labels=tokens).loss
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
     for _ in range(10):
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()

@@ -40,7 +40,7 @@ def their_rule() -> Iterator[None]:
         log_decay: Any,
         state: Any,
         features: str = "identity",
-        norm: str = "none",
+        norm: Any = "none",
         **_: Any,
     ) -> Any:
         q, k = (feature_map(x, features, norm=norm) for x in (q, k))

@@ -236,12 +236,13 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
     ) -> None:
         """`generate` starts with our cache, whose size is constant whatever it is asked to be."""
         wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic", "static"):
+        if wanted not in (None, "dynamic", "dynamic_full", "static"):
             raise FastWeightError(f"cache_implementation is {wanted!r}; expected None: the state of this model has a "
                                   "constant size and is a FastWeightCache")  # fmt: skip
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FastWeightCache()
-            if generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args:
+            drafted = GenerationMode.ASSISTED_GENERATION in args or wanted == "dynamic_full"  # of older assistants
+            if generation_config.is_assistant or drafted:
                 model_kwargs["past_key_values"].activate_past_recording()
 
 

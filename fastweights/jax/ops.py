@@ -3,6 +3,7 @@
 Shapes beyond those of core.py: M chunks (tokens, when recurrent: C = 1), N sequences packed into one row.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from fastweights import core
 from fastweights.checks import check, check_method, check_offsets, check_values, debugging
 from fastweights.core import ARRAYS, TOKENS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
+from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
 CHUNK_SIZE = 64
@@ -29,15 +31,15 @@ def fast_weight(
     beta: ArrayLike | None = None,
     log_decay: ArrayLike | None = None,
     erase: ArrayLike | None = None,
-    rule: str = "delta",
-    read: str = "after",
+    rule: Rule = "delta",
+    read: Read = "after",
     state: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
     mask: ArrayLike | None = None,
-    features: str = "identity",
-    norm: str = "none",
+    features: str | Callable[[Array], Array] = "identity",
+    norm: Norm = "none",
     writes: int = 1,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Array, Array]:
     r"""Write keys and values into a fast-weight memory and read it with queries, causally.
@@ -107,7 +109,9 @@ def fast_weight(
     return _fast_weight(inputs, spec._replace(chunk_size=C), method == "recurrent")
 
 
-def feature_map(x: ArrayLike, name: str, *, norm: str = "none", projection: ArrayLike | None = None) -> Array:
+def feature_map(
+    x: ArrayLike, name: str | Callable[[Array], Array], *, norm: Norm = "none", projection: ArrayLike | None = None
+) -> Array:
     """phi(x) of `fastweights.features`, normalised, in the dtype of x; computed in float32 or wider.
 
     Args:

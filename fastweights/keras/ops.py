@@ -4,6 +4,7 @@ Shapes beyond those of core.py: M chunks (tokens, when recurrent: C = 1), N sequ
 TensorFlow the lengths of B, T, N and so M may be unknown while a graph is built.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from fastweights import core
 from fastweights.checks import check, check_method, check_offsets, check_values, debugging
 from fastweights.core import ARRAYS, TOKENS, Chunk, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
+from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
 CHUNK_SIZE = 64
@@ -29,15 +31,15 @@ def fast_weight(
     beta: Tensor | None = None,
     log_decay: Tensor | None = None,
     erase: Tensor | None = None,
-    rule: str = "delta",
-    read: str = "after",
+    rule: Rule = "delta",
+    read: Read = "after",
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
-    features: str = "identity",
-    norm: str = "none",
+    features: str | Callable[[Tensor], Tensor] = "identity",
+    norm: Norm = "none",
     writes: int = 1,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Write keys and values into a fast-weight memory and read it with queries, causally.
@@ -113,7 +115,9 @@ def fast_weight(
     return _fast_weight(inputs, spec._replace(chunk_size=C), recurrent=method == "recurrent")
 
 
-def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor | None = None) -> Tensor:
+def feature_map(
+    x: Tensor, name: str | Callable[[Tensor], Tensor], *, norm: Norm = "none", projection: Tensor | None = None
+) -> Tensor:
     """phi(x) of `fastweights.features`, normalised, in the dtype of x; computed in float32 or wider.
 
     Args:

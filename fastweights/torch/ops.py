@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from fastweights.checks import check, check_method, check_values, debugging
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec, expand_writes, gather_reads
 from fastweights.features import parse, parse_fixed
+from fastweights.literals import Method, Norm, Read, Rule
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import map_plainly, needs_gradient, state_shape
@@ -17,9 +18,6 @@ from fastweights.torch.tracing import is_transformed, is_watched
 
 HAS_TRITON = find_spec("triton") is not None
 
-Rule = Literal["delta", "sum"]
-Read = Literal["after", "before"]
-Method = Literal["auto", "recurrent", "chunked", "kernel"]
 
 METHODS = ("recurrent", "chunked", "kernel")
 
@@ -55,8 +53,8 @@ def fast_weight(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
-    features: str = "identity",
-    norm: str = "none",
+    features: str | Callable[[Tensor], Tensor] = "identity",
+    norm: Norm = "none",
     writes: int = 1,
     method: Method = "auto",
     chunk_size: int | None = None,
@@ -221,7 +219,9 @@ def _check_devices(inputs):
             raise FastWeightError(f"{name} is on {x.device}; expected {device}: the device of q")
 
 
-def feature_map(x: Tensor, name: str, *, norm: str = "none", projection: Tensor | None = None) -> Tensor:
+def feature_map(
+    x: Tensor, name: str | Callable[[Tensor], Tensor], *, norm: Norm = "none", projection: Tensor | None = None
+) -> Tensor:
     """phi(x) for a feature map by name, normalised over the last axis: `feature_map(k, "dpfp-3", norm="sum")`.
 
     Args:

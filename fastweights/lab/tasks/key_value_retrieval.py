@@ -10,6 +10,7 @@ Shapes: B sequences, L pairs, A copies of the model (seeds), side by side as hea
 import functools
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ def effective(
 
     They are what `FastWeightAttention` gives to `fast_weight`; z: the attention norm's sum of keys to start from.
     """
-    k = feature_map(raw, features, norm=NORMS[norm][0], projection=projection)
+    of_features: Any = NORMS[norm][0]
+    k = feature_map(raw, features, norm=of_features, projection=projection)
     if NORMS[norm][1]:
         total = k.cumsum(1) if z is None else z[:, None] + k.cumsum(1)
         kappa = ((total - k) * k).sum(-1)
@@ -182,7 +184,7 @@ class Model:
                 x / (x.sum(-1, keepdim=True) + EPS * query) if self.form == "published" and self.rule == "delta" else x
             )
         norm, divided = NORMS[self.norm]
-        of_q = "max" if query and divided and directions is not None else norm
+        of_q: Any = "max" if query and divided and directions is not None else norm
         return feature_map(x, self.config.phi.name, norm=of_q, projection=directions)
 
     def memory(self, keys: Tensor, values: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:

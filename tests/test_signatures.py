@@ -1,0 +1,76 @@
+"""The three frameworks are spelled alike: public names, and the parameters of each, in order, with their defaults."""
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+# What belongs to a framework: where arrays live, how its modules are named and called, and what it alone has.
+OWN = {
+    "torch": {"device", "dtype", "out_state", "redraw", "slow"},
+    "jax": {"dtype", "param_dtype", "parent", "name", "variables"},
+    "keras": {"dtype", "name", "trainable", "training", "redraw"},
+}
+FUNCTIONS = ["fast_weight", "feature_map", "make_labels"]
+CLASSES = ["FastWeightAttention", "FastWeightRNN", "FastWeightProgrammer", "FWLBlock"]
+CALL = {"torch": "forward", "jax": "__call__", "keras": "call"}
+METHODS = {
+    "FastWeightAttention": ["preset", "step", "init_state"],
+    "FWLBlock": ["run", "loss", "step", "init_state", "slow_logits"],
+}
+
+
+def parameters(function, framework):
+    """(name, kind, default) of what is not the framework's own."""
+    own = OWN[framework] - (set() if function.__name__ == "__init__" else {"name"})
+    found = []
+    for p in inspect.signature(function).parameters.values():
+        if p.name not in ("self", "cls", *own):
+            default = p.default
+            if isinstance(default, dataclasses.Field):
+                default = default.default
+            found.append((p.name, p.kind.name, repr(default)))
+    return found
+
+
+def public(framework):
+    """Every public signature of the framework, by its name."""
+    from importlib import import_module
+
+    fw = import_module(f"fastweights.{framework}")
+    found = {name: parameters(getattr(fw, name), framework) for name in FUNCTIONS}
+    for name in CLASSES:
+        cls = getattr(fw, name)
+        found[name] = parameters(cls.__init__, framework)
+        found[f"{name}()"] = parameters(getattr(cls, CALL[framework]), framework)
+        for method in METHODS.get(name, []):
+            found[f"{name}.{method}"] = parameters(getattr(cls, method), framework)
+    return found
+
+
+def elsewhere(framework):
+    """`public` in a process of its own: Keras takes one backend per process."""
+    code = f"import sys; sys.path.insert(0, 'tests'); import test_signatures as t; print(repr(t.public({framework!r})))"
+    environment = os.environ | {"KERAS_BACKEND": "torch"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return eval(run.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("framework", ["jax", "keras"])
+def test_signatures_are_those_of_torch(framework):
+    pytest.importorskip({"jax": "flax", "keras": "keras"}[framework])
+    here, there = public("torch"), elsewhere(framework)
+    assert here.keys() == there.keys()
+    for name in here:
+        assert there[name] == here[name], name
+
+
+def test_the_comparison_can_fail():
+    assert parameters(lambda a, *, b=1: 0, "torch") != parameters(lambda a, *, b=2: 0, "torch")
+    assert parameters(lambda a, b: 0, "torch") != parameters(lambda b, a: 0, "torch")
+    assert parameters(lambda a, device=None: 0, "torch") == parameters(lambda a: 0, "torch")
