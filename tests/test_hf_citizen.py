@@ -245,7 +245,7 @@ def test_a_draft_can_be_rejected(mixers, head):
 
 def test_as_assistant_and_with_one():
     model, draft, tokens = make(), make("gated-delta"), random_tokens(1, 6)
-    how = dict(max_new_tokens=12, do_sample=False)
+    how = dict(max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
     want = model.generate(tokens, **how)
     assert torch.equal(model.generate(tokens, assistant_model=draft, **how), want)
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **how), want)
