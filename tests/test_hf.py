@@ -190,13 +190,13 @@ def test_trainer_trains_it(tmp_path):
 
 def language_model(head, **changes):
     torch.manual_seed(0)
-    config = Config(dim=16, heads=2, layers="gated-delta,softmax", length=8, head=head, refresh=0, **changes)
+    config = Config(dim=16, heads=2, layers="gated-delta,softmax", length=8, head=head, **dict(refresh=3) | changes)
     return LanguageModel(config, 257).eval()
 
 
-@pytest.mark.parametrize("head", ["linear", "fwl"])
-def test_an_exported_model_has_the_same_logits(head):
-    ours = language_model(head)
+@pytest.mark.parametrize(("head", "refresh"), [("linear", 0), ("fwl", 0), ("fwl", 3)])
+def test_an_exported_model_has_the_same_logits(head, refresh):
+    ours = language_model(head, refresh=refresh)
     theirs = from_language_model(ours)
     tokens = random_tokens(2, 20)
     logits = theirs(tokens).logits

@@ -10,7 +10,6 @@ from fastweights.files import replacing
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.model import FastWeightForCausalLM
 from fastweights.models import run_folder
-from fastweights.models.config import PUBLISHED
 from fastweights.models.language_model import LanguageModel
 from fastweights.text.tokenizer import Bytes, Subwords
 
@@ -35,12 +34,7 @@ def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWe
 def from_language_model(source: LanguageModel) -> FastWeightForCausalLM:
     """The same model with the ecosystem's interface: equal logits, a copy of the weights."""
     c, start = source.config, source.vocab - 1
-    if c.head == "fwl" and c.refresh:
-        raise FastWeightError(
-            f"the run has --refresh {c.refresh}; expected --refresh 0 or --head linear: the exported "
-            "head is the published layer"
-        )
-    fast = PUBLISHED | dict(size=c.fast_hidden)
+    fast = c.fast_options | dict(size=c.fast_hidden)
     config = FastWeightConfig(
         vocab_size=source.vocab,
         hidden_size=c.dim,

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from fastweights import fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLState, Slow
+from fastweights.refresh import fast_weights, labelled
 from fastweights.torch import head as output
+from fastweights.torch import refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 
@@ -38,6 +40,9 @@ class HeadConfig:
     clip: float | None = None
     first_order: bool = False
     eps: float = 1e-6
+    refresh: int | None = None
+    within: str = "held"
+    log_steps: bool = False
 
     def __post_init__(self):
         if isinstance(self.normalizer, str):
@@ -49,7 +54,8 @@ class HeadConfig:
     def layer(self) -> fwl.FWLConfig:
         return fwl.FWLConfig(
             self.width, 1, hidden=self.size, normalizer=self.normalizer, step_size=self.step_size, decay=self.decay,
-            rule=self.rule, clip=self.clip, first_order=self.first_order, eps=self.eps,
+            rule=self.rule, clip=self.clip, first_order=self.first_order, eps=self.eps, refresh=self.refresh,
+            within=self.within, log_steps=self.log_steps,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,11 +96,13 @@ class FastHead(nn.Module):
         for zero in (self.bias1, self.bias2, self.shift):
             zero.zero_()
         self.scale.fill_(1.0)
-        self.steps.fill_(c.step_size)
+        self.steps.fill_(c.layer.initial_step)
 
-    def init_state(self, batch: int) -> FWLState:
+    def init_state(self, batch: int) -> Any:
         """What the head knows before the first token."""
         c, like = self.config, self.dense1
+        if c.refresh is not None:
+            return refresh.init_state(c.layer, c.width, batch, like)
         wide = accumulation_dtype(like)
         zeros = lambda *shape: torch.zeros(batch, *shape, dtype=wide, device=like.device)  # noqa: E731
         pending = torch.zeros(batch, c.width, dtype=like.dtype, device=like.device)
@@ -103,8 +111,8 @@ class FastHead(nn.Module):
 
     def forward(
         self, x: Tensor, tokens: Tensor, unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None,
-        state: FWLState | None = None, learn: bool = True,
-    ) -> tuple[Tensor, FWLState]:  # fmt: skip
+        state: Any = None, learn: bool = True,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """mask (B, T): False for padding, wherever it is.  learn=False: the features of what is known so far.
 
         A token below 0 is one that nobody knows: nothing is learned from it.
@@ -113,6 +121,11 @@ class FastHead(nn.Module):
         u = x.to(self.dense1.dtype)
         if mask is not None:  # whatever padding holds
             u = torch.where(mask[..., None], u, 0.0)
+        if self.config.refresh is not None:
+            bias = unembed.new_zeros(len(unembed)) if bias is None else bias
+            p = self._weights() | dict(unembed=unembed.mT.to(u.dtype), unembed_bias=bias.to(u.dtype))
+            n, state = (self._refreshed if learn else self._known)(p, u, tokens, mask, state)
+            return n.to(x.dtype), state
         if not learn:
             return self._read(u, self._slow(u), lambda i, q: _ask(q, state[i])).to(x.dtype), state
         before, slow, pending, waiting = self._aligned(u, mask, state)
@@ -128,6 +141,26 @@ class FastHead(nn.Module):
 
         features = self._read(u, slow, memory).to(x.dtype)
         return features, FWLState(after[0], after[1], after[2], pending, waiting)
+
+    def _known(self, p, u, tokens, mask, state):
+        """The features of what was learned before the unfinished chunk."""
+        layer = self.config.layer
+        return fwl.slow_pass(layer, OPS, fast_weights(layer, OPS, p, state[:3], u), u).n, state
+
+    def _refreshed(self, p, u, tokens, mask, state):
+        """Features and state of a refreshed layer: a row's real tokens are a sequence, in which each is a label."""
+        layer, there = self.config.layer, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        count, first = there.sum(1), there.long().argmax(1, keepdim=True)
+        label = tokens.gather(1, first)[:, 0]
+        known = (count > 0) & (label >= 0)
+        state = labelled(layer, OPS, state, label.clamp(min=0), known.to(state.shares.dtype))
+        x, tokens, cu = u[there][None], tokens[there][None], torch.cat([count.new_zeros(1), count.cumsum(0)])
+        labels = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+        weights = (labels >= 0).to(state.shares.dtype)
+        weights[:, cu[1:][count > 0] - 1] = 0  # what follows the last token of a row is not known yet
+        n, _, state = refresh.read(layer, OPS, p, x, labels.clamp(min=0), weights, state, fresh=False, cu_seqlens=cu,
+                                   score=False)  # fmt: skip
+        return torch.zeros_like(u).masked_scatter(there[..., None], n), state
 
     def _aligned(self, u, mask, state):
         """(what came before each token, the slow pass of the tokens, the last real one, whether there is one)."""

@@ -97,6 +97,20 @@ def run(
     score: bool = True,
 ) -> FWLOutput:  # fmt: skip
     """As `FWLBlock.run`.  fresh: the state is that before the first token.  score: whether the loss is wanted."""
+    n, loss, state = read(config, ops, p, x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens,
+                          features=logits, score=score)  # fmt: skip
+    fast = None if n is None else ops.matmul(n, p["unembed"]) + p["unembed_bias"]
+    slow_loss = None
+    if slow:
+        slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, p["unembed"], p["unembed_bias"], labels)
+    return FWLOutput(fast, loss, slow_loss, state)
+
+
+def read(
+    config: FWLConfig, ops: Ops, p: dict[str, Tensor], x: Tensor, labels: Tensor, weights: Tensor,
+    state: RefreshState, *, fresh: bool, cu_seqlens: Tensor | None = None, features: bool = True, score: bool = True,
+) -> tuple[Tensor | None, Tensor | None, RefreshState]:  # fmt: skip
+    """The features (B, T, size) and losses (B, T) of the fast pass, those asked for, and the state after it."""
     B, T = labels.shape
     share = (weights / fwl.normalization(config, ops, weights, cu_seqlens)).to(state.shares.dtype)
     waiting = [0] * len(state.waiting) if fresh else state.waiting.tolist()
@@ -104,23 +118,19 @@ def run(
     assert config.refresh is not None
     layout = plan(waiting, new, config.refresh, held=config.within == "held")
     words, c = _words(p, x)
-    ops = _with_words(ops, words, c)
     tokens = _laid_out((x, labels, share), state, layout, waiting, new)
     learned = _ordered(state[:3], layout)
     outputs: list[tuple[Any, Any]]
     if config.within != "held" or _differentiates():
-        outputs, learned = _loop(config, ops, p, tokens, learned, layout, score)
-    elif logits or layout.order is not None:
+        outputs, learned = _loop(config, _with_words(ops, words, c), p, tokens, learned, layout, score)
+    elif features or layout.order is not None:
         outputs, learned = held.read(config, p, learned, tokens, layout.calls, words, c, score=score)
     else:
         every, learned = held.losses(config, p, learned, tokens, layout.calls, words, c)
         outputs = [(None, every)]
+    n = _gathered([n for n, _ in outputs], layout, B, T) if features else None
     loss = _gathered([loss for _, loss in outputs], layout, B, T) if score else None
-    fast = None
-    if logits:
-        fast = ops.matmul(_gathered([n for n, _ in outputs], layout, B, T), p["unembed"]) + p["unembed_bias"]
-    slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, None, None, labels) if slow else None
-    return FWLOutput(fast, loss, slow_loss, _state_after(config, tokens, (x, labels, share), state, learned, layout))
+    return n, loss, _state_after(config, tokens, (x, labels, share), state, learned, layout)
 
 
 def _differentiates():
