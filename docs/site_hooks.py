@@ -39,7 +39,25 @@ def public_names(module: str) -> dict[str, str]:
     """name -> where it is defined or re-exported, for every public name of a module."""
     homes = assigned(module, "_HOME") or {}  # names that are imported when asked for
     names = assigned(module, "__all__") or ["FastWeightError", "debug"]
-    return {name: f"fastweights.{homes[name]}.{name}" if name in homes else f"{module}.{name}" for name in names}
+    folder = PACKAGE.joinpath(*module.split(".")[1:])
+
+    def place(name):
+        if name in homes:
+            return f"fastweights.{homes[name]}.{name}"
+        # a file of the same name would be shown in the place of what it defines
+        return f"{module}.{name}.{name}" if (folder / f"{name}.py").exists() else f"{module}.{name}"
+
+    return {name: place(name) for name in names}
+
+
+def fields_of_config() -> str:
+    """The fields of a training configuration as a table: name, default, meaning."""
+    rows = ["| field | default | meaning |", "|---|---|---|"]
+    for node in ast.walk(ast.parse((PACKAGE / "models" / "config.py").read_text())):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call) and len(node.value.args) > 1:
+            default, meaning = (ast.literal_eval(a) for a in node.value.args[:2])
+            rows.append(f"| `{node.target.id}` | `{default!r}` | {meaning} |")
+    return "\n".join(rows)
 
 
 def reference_page(title: str, first: str, module: str) -> str:
@@ -49,8 +67,13 @@ def reference_page(title: str, first: str, module: str) -> str:
         later = name.endswith(("State", "Output", "Error")) or name.isupper()
         return later, name not in ("fast_weight", "FastWeightAttention"), name.lower()
 
+    def entry(name: str) -> str:
+        if names[name] == "fastweights.models.config.Config":  # its signature repeats every help text
+            return f"::: {names[name]}\n    options:\n      show_signature: false\n\n{fields_of_config()}"
+        return f"::: {names[name]}"
+
     names = public_names(module)
-    return f"# {title}\n\n{first}\n\n" + "\n\n".join(f"::: {names[name]}" for name in sorted(names, key=place)) + "\n"
+    return f"# {title}\n\n{first}\n\n" + "\n\n".join(map(entry, sorted(names, key=place))) + "\n"
 
 
 def notebook_page(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -90,6 +91,8 @@ def test_the_reference_has_every_public_name(site, hooks):
         anchors = Page(site / "reference" / f"{page}.html").anchors
         missing = [name for name, place in hooks.public_names(module).items() if place not in anchors]
         assert missing == [], module
+        shown = (site / "reference" / f"{page}.html").read_text()
+        assert "doc-symbol-module" not in shown, "a file is shown in the place of a public name"
 
 
 @pytest.mark.xdist_group("site")
@@ -113,3 +116,19 @@ def test_every_page_is_in_the_navigation(site):
     links = set(Page(site / "index.html").links)
     pages = {p.with_suffix(".html").name for p in (ROOT / "docs").glob("*.md")}
     assert pages - links == set()
+
+
+@pytest.mark.xdist_group("site")
+@pytest.mark.parametrize("size", ["1400,1000", "400,800"], ids=["desktop", "phone"])
+def test_a_browser_shows_it_from_disk_without_an_error(site, tmp_path, size):
+    """The search runs in a script of ours, which only a browser can try."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += [f"--user-data-dir={tmp_path}", f"--window-size={size}", "--enable-logging=stderr"]
+    command = [browser, *flags, "--virtual-time-budget=5000", "--dump-dom", f"file://{site}/index.html?q=overwrite"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert "matching documents" in done.stdout
+    assert 'href="results/overwrite.html' in done.stdout.partition("matching documents")[2]
