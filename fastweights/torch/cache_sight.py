@@ -3,7 +3,7 @@
 Shapes: R sequences, L tokens of the longest, C queries of a block, D width, N keys in sight, G temperatures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Sight:
         similarity = torch.where(visible, q @ keys.mT, -torch.inf)
         top = similarity.amax(-1, keepdim=True) if keys.shape[1] else similarity.sum(-1, keepdim=True)
         self.apart = similarity - torch.where(self.empty[..., None], 0.0, top)  # <= 0
-        sums = torch.stack([(self.apart * c).exp_().sum(-1) for c in cache.temperatures], -1)
+        sums = torch.stack([e.sum(-1) for e in exponentials(self.apart, cache.temperatures)], -1)
         self.sums = torch.where(self.empty[..., None], 1.0, sums)  # (R, C, G)
 
     def log_hits(self, labels):
@@ -54,7 +54,10 @@ class Sight:
     def attention(self, shares):
         """Weights of the keys (R, C, N), summed over temperatures by shares (R, C, G)."""
         shares = shares / self.sums
-        return sum((self.apart * c).exp_() * shares[..., g, None] for g, c in enumerate(self.cache.temperatures))
+        found = torch.zeros_like(self.apart)
+        for g, e in enumerate(exponentials(self.apart, self.cache.temperatures)):
+            found = torch.addcmul(found, e, shares[..., g, None])
+        return found
 
 
 class Held:
@@ -155,6 +158,15 @@ class Stream(NamedTuple):
 def rows_at(x, at):
     """x (R, L, ...) at places (R, n) of its second axis."""
     return x[torch.arange(len(x), device=x.device)[:, None], at]
+
+
+def exponentials(x: Tensor, factors: Sequence[float]) -> Iterator[Tensor]:
+    """exp(c x) for every c: a product of two of those before it where there are such, which is faster."""
+    found: dict[float, Tensor] = {}
+    for c in factors:
+        half = next((a for a in found if c - a in found), None)
+        found[c] = (x * c).exp() if half is None else found[half] * found[c - half]
+        yield found[c]
 
 
 def against_model(log_hits: Tensor, own: Tensor, known: Tensor, shares: Sequence[float]) -> Tensor:
