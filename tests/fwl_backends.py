@@ -67,7 +67,7 @@ class Flax:
         import jax
 
         import fastweights.jax as fw
-        from fastweights.jax import head
+        from fastweights.jax import cross_entropy
         from fastweights.jax.framework import OPS
 
         jax.config.update("jax_enable_x64", True)
@@ -75,7 +75,7 @@ class Flax:
         self.jax, self.fw, self.head, self.ops, self.array, self.numpy = (
             jax,
             fw,
-            head,
+            cross_entropy,
             OPS,
             jax.numpy.asarray,
             np.asarray,
@@ -136,10 +136,10 @@ class Keras:
         import keras
 
         import fastweights.keras as fw
-        from fastweights.keras import head
+        from fastweights.keras import cross_entropy
         from fastweights.keras.framework import OPS
 
-        self.keras, self.fw, self.head, self.ops = keras, fw, head, OPS
+        self.keras, self.fw, self.head, self.ops = keras, fw, cross_entropy, OPS
         self.numpy = keras.ops.convert_to_numpy
 
     def array(self, a):

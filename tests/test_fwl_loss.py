@@ -12,7 +12,7 @@ from oracle import assert_close
 from torch import nn
 
 from fastweights import fwl
-from fastweights.torch import FWLBlock, fwl_loss, head
+from fastweights.torch import FWLBlock, cross_entropy, fwl_loss
 from fastweights.torch.framework import OPS
 
 FORMS = [
@@ -108,20 +108,20 @@ def test_kernels_match_the_plain_passes():
     pytest.importorskip("triton")
     code = """
 import torch
-from fastweights.torch import FWLBlock, head
+from fastweights.torch import FWLBlock, cross_entropy
 torch.manual_seed(0)
 x, y, w = torch.randn(2, 21, 6, requires_grad=True), torch.randint(300, (2, 21)), torch.rand(2, 21)
 used = []
-plain_form = head.on_gpu
+plain_form = cross_entropy.on_gpu
 for how in (dict(attn_chunks=3), dict(attn_chunks=1, first_order=True, normalizer=4.0)):
     block = FWLBlock(10, 300, inputs=6, step_size=0.5, **how)
     def run():
         loss = block.loss(x, y, w)
         return loss, *torch.autograd.grad(loss, [x, *block.parameters()])
-    head.on_gpu = plain_form
+    cross_entropy.on_gpu = plain_form
     plain = run()
-    head.BLOCK["cpu"] = 20 * 300  # blocks of tokens and of words
-    head.on_gpu = lambda z: used.append(1) or True
+    cross_entropy.BLOCK["cpu"] = 20 * 300  # blocks of tokens and of words
+    cross_entropy.on_gpu = lambda z: used.append(1) or True
     for a, b in zip(run(), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
 assert len(used) > 20
@@ -138,7 +138,7 @@ def test_loss_without_logits_has_the_same_gradients(monkeypatch):
     out = block.run(x, labels, weights)
     want = torch.autograd.grad((out.loss * weights).sum() / weights.sum(), list(block.parameters()))
     for words in (1, 2, V):
-        monkeypatch.setitem(head.BLOCK, "cpu", words * B * T)
+        monkeypatch.setitem(cross_entropy.BLOCK, "cpu", words * B * T)
         got = torch.autograd.grad(block.loss(x, labels, weights), list(block.parameters()))
         for a, b in zip(got, want, strict=True):
             assert_close(a.numpy(), b.numpy())
@@ -149,7 +149,7 @@ def test_loss_never_holds_the_logits(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     vocabulary, tokens = 5000, 64
-    monkeypatch.setitem(head.BLOCK, "cpu", tokens * 100)
+    monkeypatch.setitem(cross_entropy.BLOCK, "cpu", tokens * 100)
     block = FWLBlock(4, vocabulary, inputs=D)
     x, labels = torch.randn(1, tokens, D), torch.randint(vocabulary, (1, tokens))
     largest = [0]
@@ -173,19 +173,20 @@ def test_kernels_of_the_head_match_its_plain_form():
     pytest.importorskip("triton")
     code = """
 import torch
-from fastweights.torch import head
+from fastweights.torch import cross_entropy
 torch.manual_seed(0)
 n, E, c = (torch.randn(s, requires_grad=True) for s in ((13, 8), (8, 3001), (3001,)))
 y = torch.randint(3001, (13,))
-head.BLOCK["cpu"] = 13 * 1500  # three blocks, the last one of a single word
+cross_entropy.BLOCK["cpu"] = 13 * 1500  # three blocks, the last one of a single word
 def run():
-    loss, r = head.head(n, E, c, y)
+    loss, r = cross_entropy.head(n, E, c, y)
     both = torch.autograd.grad((loss * torch.arange(13)).sum() + r.sin().sum(), (n, E, c))
-    flat = torch.autograd.grad(head.head(n, E, c, y)[1].sum(), (n, E, c))  # a gradient that is expanded, not stored
-    return loss, r, *both, *flat, *torch.autograd.grad(head.loss(n, E, c, y).sum(), (n, E, c))
+    expanded = cross_entropy.head(n, E, c, y)[1].sum()  # whose gradient is expanded, not stored
+    flat = torch.autograd.grad(expanded, (n, E, c))
+    return loss, r, *both, *flat, *torch.autograd.grad(cross_entropy.loss(n, E, c, y).sum(), (n, E, c))
 plain = run()
 used = []
-head.on_gpu = lambda z: used.append(1) or True
+cross_entropy.on_gpu = lambda z: used.append(1) or True
 for a, b in zip(run(), plain, strict=True):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
 assert len(used) > 10

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave
-from fastweights.torch import FWLBlock, head
+from fastweights.torch import FWLBlock, cross_entropy
 
 Shape = tuple[int, int, int, int, int]  # batch, tokens, width of the body, size, vocabulary
 SHAPES: dict[str, tuple[Shape, ...]] = {
@@ -106,7 +106,7 @@ def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable
         p = dict(block.named_parameters())
         n = torch.relu(h @ p["dense1"] + p["bias1"]) ** 2 @ p["dense2"] + p["bias2"]
         n = nn.functional.layer_norm(n, (size,), p["scale"], p["shift"])
-        return head.loss(n, p["unembed"], p["unembed_bias"], labels).mean()
+        return cross_entropy.loss(n, p["unembed"], p["unembed_bias"], labels).mean()
 
     return {
         "slow head": step(slow_head, linear if device == "cpu" else block),

@@ -20,7 +20,7 @@ from fastweights.files import read_json, read_tensors, write_json, write_tensors
 from fastweights.hf.cache import memory_of
 from fastweights.hf.inputs import real_tokens
 from fastweights.hf.residual import HeadSettings, HeadState, ResidualHead
-from fastweights.torch import head as blockwise
+from fastweights.torch import cross_entropy
 from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.tree import map_tensors
@@ -159,7 +159,7 @@ class Hooks:
         """The model's own loss of each token but the first, without holding logits."""
         bias = getattr(self.output, "bias", None)
         bias = x.new_zeros(len(self.output.weight)) if bias is None else bias
-        losses = blockwise.loss(x[:, :-1], self.output.weight.mT, bias, tokens[:, 1:])
+        losses = cross_entropy.loss(x[:, :-1], self.output.weight.mT, bias, tokens[:, 1:])
         return torch.nn.functional.pad(losses, (1, 0))
 
     def remove(self) -> None:

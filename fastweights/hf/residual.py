@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.torch import head as output
+from fastweights.torch import cross_entropy
 from fastweights.torch.cache_sight import rows_at
 
 RMS_EPS = 1e-6
@@ -171,7 +171,7 @@ class ResidualHead(nn.Module):
             part = slice(a, a + C)
             W1, W2 = self.dense1 + S1, self.dense2 + S2
             layer = self._layer(W1, W2, x[:, part].to(self.dense1.dtype))
-            loss, dn = output.head((x[:, part] + layer.n).to(unembed.dtype), unembed.mT, bias, labels[:, part])
+            loss, dn = cross_entropy.head((x[:, part] + layer.n).to(unembed.dtype), unembed.mT, bias, labels[:, part])
             losses.append(loss)
             whole = mask[:, part].sum(1) == C
             S1, S2 = self._learn(S1, S2, layer, W2, (dn.detach() * (whole / C)[:, None, None]).to(S1.dtype))

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from fastweights.framework import Ops
-from fastweights.jax import head
+from fastweights.jax import cross_entropy
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.ops import fast_weight, feature_map
 
@@ -28,7 +28,7 @@ OPS = Ops(
     repeat=jnp.repeat,
     searchsorted=lambda ordered, values: jnp.searchsorted(ordered, values, side="right"),
     stop=lax.stop_gradient,
-    head=head.head,
-    loss=head.loss,
-    cross_entropy=head.cross_entropy,
+    head=cross_entropy.head,
+    loss=cross_entropy.loss,
+    cross_entropy=cross_entropy.cross_entropy,
 )

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from fastweights.framework import Ops
-from fastweights.keras import head
+from fastweights.keras import cross_entropy
 from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.keras.ops import fast_weight, feature_map
 
@@ -42,7 +42,7 @@ OPS = Ops(
     repeat=ops.repeat,
     searchsorted=lambda ordered, values: ops.searchsorted(ordered, values, side="right"),
     stop=ops.stop_gradient,
-    head=head.head,
-    loss=head.loss,
-    cross_entropy=head.cross_entropy,
+    head=cross_entropy.head,
+    loss=cross_entropy.loss,
+    cross_entropy=cross_entropy.cross_entropy,
 )

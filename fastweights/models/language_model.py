@@ -18,7 +18,7 @@ from fastweights.models.config import Config
 from fastweights.models.memory import Memory
 from fastweights.models.mixers import Pieces, mixer
 from fastweights.refresh import RefreshState
-from fastweights.torch import head as blockwise
+from fastweights.torch import cross_entropy
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.tree import map_tensors
 
@@ -158,7 +158,7 @@ class LanguageModel(nn.Module):
         x, blocks = self(tokens, state, pieces)
         if self.fast is None:
             zero = x.new_zeros(self.vocab)
-            return Scores(blockwise.loss(x, self.embedding.weight.mT, zero, labels), None, State(blocks, None))
+            return Scores(cross_entropy.loss(x, self.embedding.weight.mT, zero, labels), None, State(blocks, None))
         if not learn:
             loss = self.fast.slow_loss(x, labels)
             return Scores(loss, loss, State(blocks, state.fast))

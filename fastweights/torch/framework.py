@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy as scored
+from torch.nn.functional import pad
 
 from fastweights.framework import Ops
-from fastweights.torch import hand_gradients, head
+from fastweights.torch import cross_entropy, hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype, wide
 from fastweights.torch.ops import fast_weight, feature_map
 
@@ -28,7 +29,7 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def _cross_entropy(logits, labels):
-    flat = cross_entropy(wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
+    flat = scored(wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)
 
 
@@ -64,7 +65,7 @@ OPS = Ops(
     repeat=torch.repeat_interleave,
     searchsorted=lambda ordered, values: torch.searchsorted(ordered, values, right=True),
     stop=torch.detach,
-    head=head.head,
-    loss=head.loss,
+    head=cross_entropy.head,
+    loss=cross_entropy.loss,
     cross_entropy=_cross_entropy,
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.torch import fwl_passes, head
+from fastweights.torch import cross_entropy, fwl_passes
 from fastweights.torch.dtypes import accumulation_dtype
 
 
@@ -82,8 +82,10 @@ class Loss(torch.autograd.Function):
         h = torch.addmm(b1, x1[:, :D], W1)
         a = passes.square(h)
         xhat, rstd, features = passes.normal(torch.addmm(b2, a, W2), scale, shift, config.eps)
-        words, c = head.rows(E, c, dtype)
-        log_sum, r, _, _ = head.score(features, words, c, labels, torch.ones_like(weights), gradient=True, learn=False)
+        words, c = cross_entropy.rows(E, c, dtype)
+        log_sum, r, _, _ = cross_entropy.score(
+            features, words, c, labels, torch.ones_like(weights), gradient=True, learn=False
+        )
 
         g2, v2, changes = passes.slow_gradient(r, share, xhat, rstd, scale, e)
         u = g2 @ W2.mT
@@ -96,9 +98,10 @@ class Loss(torch.autograd.Function):
         xhat_fast, rstd_fast, scale_fast, features_fast = passes.fast_normal(
             memory2.addmm_(a_fast, W2), b2, within, before, scale, shift, config.eps
         )
-        log_sum_fast, of_features, dwords, dc = head.score(features_fast, words, c, labels, weights, gradient=learn,
-                                                           learn=learn)  # fmt: skip
-        losses = head.losses(features_fast, words, c, labels, log_sum_fast)
+        log_sum_fast, of_features, dwords, dc = cross_entropy.score(
+            features_fast, words, c, labels, weights, gradient=learn, learn=learn
+        )
+        losses = cross_entropy.losses(features_fast, words, c, labels, log_sum_fast)
         total = weights.sum().clamp(min=1e-8)
         ctx.save_for_backward(x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share,
                               g2, u, v1, A1, S1, h_fast, a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast,
@@ -138,7 +141,7 @@ def _backward(ctx, of):
     if not config.first_order:
         of_W2 += of_u.mT @ g2
         del of_u, of_k1, three, within
-        of_features = head.score_backward(features, words, c, labels, log_sum, r, None, of_r, dwords, dc)
+        of_features = cross_entropy.score_backward(features, words, c, labels, log_sum, r, None, of_r, dwords, dc)
         three = passes.slow_backward(of_xhat, of_features, of_std, scales, xhat, rstd, scale)
         of_y = three[:, :size]
         more = three.sum(0, dtype=e.dtype).split(size)
@@ -154,7 +157,7 @@ def _backward(ctx, of):
 
 def passes_for(x: Tensor, dtype: torch.dtype) -> Any:
     """The module of elementwise passes for x."""
-    if not head.on_gpu(x) or dtype == torch.float64:
+    if not cross_entropy.on_gpu(x) or dtype == torch.float64:
         return fwl_passes
     from fastweights.torch.kernels import fwl
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl import FWLConfig
-from fastweights.torch import graphs, head
+from fastweights.torch import cross_entropy, graphs
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
@@ -147,8 +147,8 @@ def _score(n, words, c, labels, *, gradient):
     flat, y = n.flatten(0, 1), labels.flatten()
     if flat.is_cuda or len(flat) * len(words) > DIRECT:
         ones = torch.ones(y.shape, dtype=torch.promote_types(n.dtype, torch.float32), device=n.device)
-        log_sum, dn, _, _ = head.score(flat, words, c, y, ones, gradient=gradient, learn=False)
-        loss = head.losses(flat, words, c, y, log_sum)
+        log_sum, dn, _, _ = cross_entropy.score(flat, words, c, y, ones, gradient=gradient, learn=False)
+        loss = cross_entropy.losses(flat, words, c, y, log_sum)
         return loss.view(labels.shape), None if dn is None else dn.view(n.shape)
     logits = torch.addmm(c, flat, words.mT)
     log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), 1)

@@ -1,4 +1,4 @@
-"""Softmax of a block of logits, a pass each way, for head.py on a GPU."""
+"""Softmax of a block of logits, a pass each way, for torch/cross_entropy.py on a GPU."""
 
 import torch
 import triton
@@ -86,7 +86,7 @@ def log_sum(z: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
-    """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for; see head.py."""
+    """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for."""
     N, width = z.shape
     R, block, warps = (4, 512, 8) if z.element_size() == 4 else (8, 512, 4) if e is None else (4, 1024, 4)  # measured
     grid = triton.cdiv(width, block), triton.cdiv(N, ROWS)

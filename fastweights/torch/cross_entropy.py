@@ -28,7 +28,7 @@ def rows(E: Tensor, c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """E (size, V) as words (V, size) and c (V,), filled up with words that no token means."""
     missing = -E.shape[1] % ALIGNED if E.is_cuda else 0
     if on_gpu(E) and not E.mT.is_contiguous() and not torch.is_grad_enabled():
-        from fastweights.torch.kernels import head as kernels
+        from fastweights.torch.kernels import cross_entropy as kernels
 
         words = kernels.rows(E, missing, dtype)
     else:
@@ -134,7 +134,7 @@ def _add_product(out, a, b):
 def _at_label(n, words, labels, *, r=None, c=None):
     """n . (E_y + r) + c_y (N,), without what is None."""
     if on_gpu(n):
-        from fastweights.torch.kernels import head as kernels
+        from fastweights.torch.kernels import cross_entropy as kernels
 
         return kernels.at_label(n, words, labels, r, c)
     mine = words.index_select(0, labels).to(accumulation_dtype(n))
@@ -144,7 +144,7 @@ def _at_label(n, words, labels, *, r=None, c=None):
 
 def _log_sum(z, out):
     if on_gpu(z):
-        from fastweights.torch.kernels import head as kernels
+        from fastweights.torch.kernels import cross_entropy as kernels
 
         kernels.log_sum(z, out)
     else:
@@ -157,7 +157,7 @@ def _gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
     Returns the sum of dz over tokens, if asked for, in parts (any number, words).
     """
     if on_gpu(z):
-        from fastweights.torch.kernels import head as kernels
+        from fastweights.torch.kernels import cross_entropy as kernels
 
         return kernels.gradient(z, e, log_sum, offset, of_loss, labels, first, sums=sums)
     p = z.to(log_sum.dtype).sub_(log_sum[:, None]).exp_()
