@@ -19,8 +19,7 @@ from fastweights import fwl
 from fastweights.core import FastWeightError
 from fastweights.fwl import FWLState, Slow
 from fastweights.refresh import fast_weights, labelled
-from fastweights.torch import head as output
-from fastweights.torch import refresh
+from fastweights.torch import cross_entropy, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 
@@ -183,7 +182,7 @@ class FastHead(nn.Module):
         """Of the loss of each token, at the slow features of the token before it."""
         features = before.slow.n
         bias = unembed.new_zeros(len(unembed)) if bias is None else bias
-        _, dn = output.head(features.to(unembed.dtype), unembed.mT, bias, tokens)
+        _, dn = cross_entropy.head(features.to(unembed.dtype), unembed.mT, bias, tokens)
         return dn.to(features.dtype)
 
     def _slow(self, x):
