@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import attached, using
-from fastweights.torch import head as output
+from fastweights.torch import cross_entropy
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class HeadTrainer:
         self.optimizer.step()
         self.at += 1
         with torch.no_grad():
-            return float(with_head), float(mean(output.loss(x, weight.mT, bias, labels)))
+            return float(with_head), float(mean(cross_entropy.loss(x, weight.mT, bias, labels)))
 
 
 def train_head(
