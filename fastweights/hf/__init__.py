@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from fastweights.hf.accelerate import Accelerated, accelerate
 from fastweights.hf.attach import FastState, attach, attached, detach, load_attached, save_attached, state_of, using
 from fastweights.hf.cache import FastWeightCache
 from fastweights.hf.config import FastWeightConfig
@@ -28,6 +29,7 @@ from fastweights.hf.residual import HeadSettings, ResidualHead
 from fastweights.hf.scoring import down_projections
 
 __all__ = [
+    "Accelerated",
     "FastState",
     "FastWeightCache",
     "FastWeightConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "FastWeightModel",
     "HeadSettings",
     "ResidualHead",
+    "accelerate",
     "attach",
     "attached",
     "detach",

@@ -1,0 +1,121 @@
+"""The published hybrid models on our operation: transformers' own layers call `fast_weight` for their delta rule.
+
+Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi Linear and their relatives compute the gated delta rule, with one decay per head
+or per key channel, by a function of their module. `accelerate` gives the layers of one model a forward pass in which
+that name stands for ours; no other model and no weight changes, and `undo` takes it back.
+"""
+
+import inspect
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.core import FastWeightError
+from fastweights.torch import fast_weight
+from fastweights.torch.dtypes import accumulation_dtype
+
+# What their forward passes call: for many tokens, and for one
+RULES = (
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+)
+NORM_EPS = 1e-6  # of their unit vectors
+
+
+class Accelerated:
+    """The layers of a model that run on our operation, until `undo`; as a context manager, until its end."""
+
+    def __init__(self, layers: list[nn.Module]):
+        self.layers = layers
+
+    def undo(self) -> None:
+        """Give the layers their own forward pass again."""
+        for layer in self.layers:
+            layer.__dict__.pop("forward", None)
+
+    def __enter__(self) -> "Accelerated":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+
+def accelerate(model: nn.Module) -> Accelerated:
+    """Let transformers' own hybrid model compute its delta rule with `fast_weight`: prefill, training and decoding.
+
+        accelerate(model)                   # from now on
+        with accelerate(model): ...         # or for a while
+
+    Outputs, gradients, caches and checkpoints stay what they are; packed rows (`cu_seq_lens_q`) work without
+    flash-linear-attention. The layers keep nothing of ours: `undo` of what is returned restores them.
+
+    Args:
+        model: any model with layers of Qwen3-Next, Qwen3.5, OLMo-hybrid or Kimi Linear.
+    """
+    found, changed = False, []
+    for layer in model.modules():
+        own = inspect.unwrap(type(layer).forward)
+        names = [name for name in RULES if name in own.__code__.co_names]
+        if not names:
+            continue
+        found = True
+        if "forward" in layer.__dict__:
+            if getattr(layer.forward, "accelerated", False):
+                continue
+            raise FastWeightError(
+                f"{type(layer).__name__} has a forward of its own (a hook that moves weights, for example); expected "
+                "its class's: accelerate the model before anything else wraps its layers"
+            )
+        layer.forward = MethodType(_rebound(own, dict.fromkeys(names, gated_delta_rule)), layer)
+        changed.append(layer)
+    if not found:
+        raise FastWeightError(
+            f"{type(model).__name__} has no layer that computes a gated delta rule; expected a model of Qwen3-Next, "
+            "Qwen3.5, OLMo-hybrid or Kimi Linear"
+        )
+    return Accelerated(changed)
+
+
+def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
+    """function with some of its global names standing for something else."""
+    copy = FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__["accelerated"] = True
+    return copy
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Their function, by `fast_weight`: (output (B, T, H, V), state (B, H, K, V) where asked for, else None).
+
+    query, key (B, T, H, K), or fewer heads that serve several each;  value (B, T, H, V);  g, their log decay, (B, T, H)
+    or (B, T, H, K);  beta (B, T, H). Queries and keys become unit vectors where use_qk_l2norm_in_kernel says so, and
+    queries are then divided by sqrt(K).  chunk_size: theirs; ours has its own.
+    """
+    wide = accumulation_dtype(value.dtype)
+    q, k = query.to(wide), key.to(wide)
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
+    q, k = (q * q.shape[-1] ** -0.5).to(value.dtype), k.to(value.dtype)
+    if q.shape[2] != value.shape[2]:
+        q, k = (x.repeat_interleave(value.shape[2] // x.shape[2], 2) for x in (q, k))
+    state = None if initial_state is None else initial_state.to(wide)
+    o, state = fast_weight(q, k, value, beta=beta.to(wide), log_decay=g.to(wide), state=state, cu_seqlens=cu_seqlens)
+    return o, state if output_final_state else None

@@ -1,0 +1,110 @@
+"""transformers' own hybrid models on our operation: the same logits, gradients and tokens as on theirs."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.kimi_linear import KimiLinearConfig
+from transformers.models.olmo_hybrid import OlmoHybridConfig
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from fastweights import FastWeightError
+from fastweights.hf import accelerate
+from fastweights.hf.accelerate import gated_delta_rule
+
+SHARED = dict(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+LINEAR = dict(
+    linear_key_head_dim=8, linear_value_head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2
+)  # fmt: skip
+CONFIGS = {
+    "qwen3-next": lambda: Qwen3NextConfig(**SHARED, **LINEAR, head_dim=16, num_experts=0, mlp_only_layers=[0, 1]),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**SHARED, **LINEAR, head_dim=16),
+    "olmo-hybrid": lambda: OlmoHybridConfig(**SHARED, **LINEAR | {"linear_num_key_heads": 2}),
+    "kimi-linear": lambda: KimiLinearConfig(
+        **SHARED, linear_head_dim=16, linear_num_heads=2, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, mlp_layer_types=["dense", "dense"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    found = AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval()
+    with torch.no_grad():
+        for name, x in found.named_parameters():
+            if x.dim() == 1 or x.isnan().any():  # decays and norms, some of which are left as they were allocated
+                x.copy_(torch.rand_like(x) if "A_log" not in name else torch.randn_like(x))
+            else:
+                x.copy_(torch.randn_like(x) * x.shape[-1] ** -0.5)
+    return found
+
+
+def tokens(B=2, T=70):
+    return torch.randint(2, 50, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+def test_logits_and_gradients(model):
+    def results(model):
+        model.zero_grad()
+        out = model(tokens(), labels=tokens())
+        out.loss.backward()
+        return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    logits, grads = results(model)
+    with accelerate(model):
+        got, got_grads = results(model)
+    assert not torch.equal(got, logits)  # it was computed another way
+    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+    assert got_grads.keys() == grads.keys()
+    scale = max(g.abs().max() for g in grads.values())
+    for name, g in grads.items():
+        torch.testing.assert_close(got_grads[name] / scale, g / scale, rtol=1e-5, atol=1e-5, msg=name)
+    assert torch.equal(results(model)[0], logits)  # undone
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generated_tokens_with_left_padding(model, beams):
+    prompt, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    prompt[0, :4], mask[0, :4] = 0, 0
+    run = lambda: model.generate(prompt, attention_mask=mask, max_new_tokens=8, num_beams=beams, do_sample=False)  # noqa: E731
+    want = run()
+    accelerate(model)
+    assert torch.equal(run(), want)
+
+
+def test_a_copy_runs_by_itself_and_twice_is_once(model):
+    accelerated = accelerate(model)
+    assert accelerated.layers
+    assert not accelerate(model).layers  # nothing left to change
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        before = model(tokens()).logits
+        for x in twin.parameters():
+            x.zero_()
+        assert torch.equal(model(tokens()).logits, before)
+        assert not torch.equal(twin(tokens()).logits, before)
+    accelerated.undo()
+    assert all("forward" not in vars(layer) for layer in accelerated.layers)
+
+
+def test_packed_rows_do_not_leak():
+    """Which theirs refuse without flash-linear-attention."""
+    q, k = torch.randn(2, 1, 9, 2, 4, dtype=torch.float64)
+    v, g, beta = torch.randn(1, 9, 2, 3, dtype=torch.float64), -torch.rand(1, 9, 2), torch.rand(1, 9, 2)
+    run = lambda a, b, **how: gated_delta_rule(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], beta[:, a:b], **how)  # noqa: E731
+    o, _ = run(0, 9, cu_seqlens=torch.tensor([0, 4, 9]), use_qk_l2norm_in_kernel=True)
+    for a, b in ((0, 4), (4, 9)):
+        torch.testing.assert_close(o[:, a:b], run(a, b, use_qk_l2norm_in_kernel=True)[0])
+
+
+def test_what_it_refuses():
+    small = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    with pytest.raises(FastWeightError, match="LlamaForCausalLM has no layer that computes a gated delta rule"):
+        accelerate(LlamaForCausalLM(small))
