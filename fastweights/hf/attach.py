@@ -243,7 +243,17 @@ def attached(model: nn.Module) -> ResidualHead:
 
 @contextmanager
 def using(model: nn.Module, *, head: bool = True, cache: bool = True, learn: bool = True) -> Iterator[None]:
-    """Within the block, only these parts of an attachment take part; without any, the model is as it was."""
+    """Within the block, only these parts of an attachment take part; without any, the model is as it was.
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+        >>> tokens, head = torch.arange(32)[None], attach(model)
+        >>> with using(model, head=False, cache=False):
+        ...     plain = model(tokens).logits  # as if nothing were attached
+
+    head, cache: whether the layer and the cache answer.  learn: whether they go on learning.
+    """
     if not hasattr(model, NAME):
         if head or cache:
             attached(model)  # says what is missing
@@ -258,7 +268,7 @@ def using(model: nn.Module, *, head: bool = True, cache: bool = True, learn: boo
 
 
 def save_attached(model: nn.Module, folder: str | Path) -> None:
-    """Write the new part alone: a safetensors file and what it is, as JSON."""
+    """Write the new part alone into a folder: a safetensors file and what it is, as JSON. The model is not written."""
     head = attached(model)
     hooks: Any = head.hooks
     cache = None if hooks.cache is None else hooks.cache.to_dict()
@@ -268,7 +278,10 @@ def save_attached(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
-    """Attach the head that `save_attached` or `fastweights hf adapt` wrote for this model."""
+    """Attach the head that `save_attached` or `fastweights hf adapt` wrote for this model; returns it.
+
+    A head for a model of another type, width or vocabulary is refused.
+    """
     folder = Path(folder)
     about = read_json(folder / CONFIG, "a folder that `fastweights hf adapt` wrote")
     if about.get("kind") != KIND:

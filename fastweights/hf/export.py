@@ -18,7 +18,16 @@ WHITE = (9, 10, 11, 12, 13, 32, 0x85, 0xA0)  # what \s means in Latin-1
 
 
 def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWeightForCausalLM:
-    """Write the model of a run into the folder `target`; returns the model."""
+    """Write the model of a run into the folder `target`, as `save_pretrained` would; returns the model.
+
+    `AutoModelForCausalLM.from_pretrained(target)` and `AutoTokenizer.from_pretrained(target)` read it, once
+    `fastweights.hf` is imported.
+
+    Args:
+        run: folder that `fastweights train` made.
+        target: new or empty folder.
+        last: take the last weights rather than those with the best validation loss.
+    """
     target = Path(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise FastWeightError(f"{target} exists; expected a new or an empty folder: nothing is overwritten")

@@ -262,6 +262,10 @@ def make_labels(
 ) -> tuple[Array, Array]:
     """Next-token labels (B, T) and weights (B, T) for tokens (B, T).
 
+        >>> labels, weights = make_labels(jnp.array([[5, 6, 7, 0]]), pad_id=0)
+        >>> labels.tolist(), weights.tolist()
+        ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+
     Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
     """
     tokens = jnp.asarray(tokens)

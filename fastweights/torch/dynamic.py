@@ -50,7 +50,7 @@ def call_model(model: nn.Module, tokens: Tensor, state: Any) -> tuple[Tensor, An
 
 @dataclass(frozen=True)
 class DynamicResult:
-    """Losses in nats per token, before the model learned from it: (B, T - 1)."""
+    """losses (B, T - 1): of every token but the first, in nats, before the model learned from it.  seconds: taken."""
 
     losses: Tensor
     seconds: float
@@ -112,6 +112,7 @@ class GradientStatistics(dict[str, Tensor]):
 
     @classmethod
     def load(cls, path: str | Path) -> "GradientStatistics":
+        """Read what `save` wrote."""
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file:
@@ -224,7 +225,14 @@ class DynamicEvaluation:
                 p.copy_(self._trained[n])
 
     def run(self, tokens: Tensor, *, progress: bool = False) -> DynamicResult:
-        """Score tokens (B, T), learning as it goes; call again to go on with the same document."""
+        """Score tokens (B, T), learning as it goes; call again to go on with the same document.
+
+        Each segment is scored first and learned from afterwards. All rows of a batch share the weights that learn: for
+        one document alone, B is 1.
+
+        Returns:
+            A result with `losses` (B, T - 1) in nats, of every token but the first, `seconds`, `mean` and `perplexity`.
+        """
         if not hasattr(self, "_trained"):
             raise FastWeightError("run was called outside its block; expected `with DynamicEvaluation(...) as "
                                   "dynamic`: leaving the block restores the model")  # fmt: skip

@@ -142,7 +142,14 @@ class FastWeightAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
+        """Read x (B, T, dim), token by token in effect; returns y (B, T, dim) and the state after the last token.
+
+        Args:
+            x: (B, T, dim), or (1, T, dim) with `cu_seqlens`.
+            state: what an earlier call returned; an empty memory when absent.
+            cu_seqlens: (N + 1,) offsets of N texts packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding, which neither writes nor reads.
+        """
         if self.redraw and self.training and self.projection is not None:
             self.draw()
         return attention.forward(
