@@ -50,6 +50,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "delta-product": dict(rule="delta", features="silu", norm="l2", conv=4, writes=2, beta_max=2.0, gate=True),
 }
+"""Published layers by name: the arguments of `FastWeightAttention`, whose `preset(name, dim, heads)` builds one.
+The papers are listed in docs/papers.md."""
+
 # Shorter names of the same
 ALIASES = {
     "linear": "linear-transformer",

@@ -137,6 +137,12 @@ def test_readme_times_are_those_measured(row):
             assert float(said) == pytest.approx(result[direction][contestant]["median"], rel=0.005)
 
 
+def test_readme_times_with_the_host_are_those_of_the_results_page():
+    cells = re.search(r"^\| the same as a user times it, ms \| (.*?) \| (.*?) \|", README, re.M).groups()
+    page = (ROOT / "docs/results/kernels-on-a-gpu.md").read_text()
+    assert f"| (8, 4096, 16, 128, 128) | {cells[0]} | {cells[1]} |" in page
+
+
 def test_readme_counts_the_claims_of_the_scoreboard():
     scoreboard = (ROOT / "docs/results/README.md").read_text()
     claims, reproduced = re.search(r"Of (\d+) claims: (\d+) reproduced", scoreboard).groups()
