@@ -2,7 +2,7 @@
 
 `fastweights.torch.DynamicEvaluation` reads one document at a time, and a GPU waits for the host between its many small
 kernels. Here `torch.func.vmap` maps the gradient over documents, so that one launch serves all of them. The numbers
-are those of `DynamicEvaluation` (the stage `speed` of learning_while_reading.py compares them); the rule is sgd, or rms
+are those of `DynamicEvaluation` (the stage `speed` compares them); the rule is sgd, or rms
 where `divide` is given.
 """
 
@@ -56,17 +56,26 @@ def score(
     """Losses (T,) of each document, every token scored before it is learned from.
 
     names: the parameters of the module that learn.  inputs: (T, ...) of each document;  labels: (T,) of each.
-    rates, clips: (N,) of each.  divide: what divides a gradient, by name.  most: documents at once.
+    rates, clips: (N,) of each.  divide: what divides a gradient, by name.  most: documents at once, fewer where there
+    is no memory for them.
     """
     order = sorted(range(len(labels)), key=lambda i: -len(labels[i]))
     found: list[Tensor] = [labels[0]] * len(labels)
-    for a in range(0, len(order), most):
+    a = 0
+    while a < len(order):
         some = order[a : a + most]
         pick = torch.tensor(some, device=rates.device)
-        losses = _together(module, names, [inputs[i] for i in some], [labels[i] for i in some], rates[pick],
-                           clips[pick], divide, segment)  # fmt: skip
+        try:
+            losses = _together(module, names, [inputs[i] for i in some], [labels[i] for i in some], rates[pick],
+                               clips[pick], divide, segment)  # fmt: skip
+        except torch.OutOfMemoryError:
+            if len(some) == 1:
+                raise
+            most = len(some) // 2
+            continue
         for i, row in zip(some, losses, strict=True):
             found[i] = row[: len(labels[i])]
+        a += len(some)
     return found
 
 

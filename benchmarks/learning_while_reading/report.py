@@ -1,14 +1,10 @@
 """Tables and figure of docs/results/learning-while-reading.md, from the CSV files beside it.
 
-    python benchmarks/learning_while_reading_results.py gather results     (what `table` and `speed` wrote, one folder)
-    python benchmarks/learning_while_reading_results.py                    (prints the tables, draws the figure)
-
 learning-while-reading-pages.csv: nats of each page by arm, empty where an arm has not read the page.
 learning-while-reading.csv: tokens, bytes and nats by position, count in training and repetition.
 learning-while-reading-speed.csv: tokens per second, one page at a time.
 """
 
-import argparse
 import csv
 import math
 from pathlib import Path
@@ -17,7 +13,7 @@ import numpy as np
 
 from fastweights.lab.engine.plotting import INK, PALETTE, curve, figure
 
-FOLDER = Path(__file__).parents[1] / "docs" / "results"
+FOLDER = Path(__file__).parents[2] / "docs" / "results"
 NAME = "learning-while-reading"
 MANY = 10**9  # the end of a last bin
 ARMS = {
@@ -65,11 +61,11 @@ def write(name, lines):
         out.writerows(lines)
 
 
-def gather(source):
-    """One CSV file for all bodies, of what each body's folder holds."""
+def gather(given):
+    """One CSV file for all bodies, of what each body's folder of --out holds."""
     for kind, name in (("pages", f"{NAME}-pages.csv"), ("bins", f"{NAME}.csv"), ("speed", f"{NAME}-speed.csv")):
         lines = []
-        for folder in sorted(p for p in source.iterdir() if (p / f"{kind}.csv").exists()):
+        for folder in sorted(p for p in given.out.iterdir() if (p / f"{kind}.csv").exists()):
             with open(folder / f"{kind}.csv", newline="") as file:
                 lines += [{"body": folder.name.split("-12x")[0], **line} for line in csv.DictReader(file)]
         write(name, lines)
@@ -184,16 +180,7 @@ def draw():
     print(f"\nwrote {path}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", nargs="?", choices=["gather"])
-    parser.add_argument("source", nargs="?", type=Path)
-    given = parser.parse_args()
-    if given.stage:
-        gather(given.source)
+def report(given):
+    """Print the tables and draw the figure."""
     table()
     draw()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,249 @@
+"""All ways to read a page: every token is scored before it is learned from."""
+
+import json
+import math
+import time
+
+import numpy as np
+import side_by_side
+import torch
+from model import Pages, autocast, features, folder, layer, load_body
+from safetensors.torch import load_file
+
+from fastweights.torch import GradientStatistics
+from fastweights.torch.cache import NeuralCache
+
+SEGMENT = 64  # of dynamic evaluation
+EPS = 1e-4  # of its rule rms
+STARTED = time.perf_counter()
+
+
+class Arm:
+    """A way to score pages.
+
+    score: from the tokens of a page to its losses (T,);  together: from those of many pages, for ways that read them
+    side by side;  note: what was chosen for it.
+    """
+
+    def __init__(self, name, score=None, note="", together=None):
+        self.name, self.note = name, note
+        self.together = together or (lambda rows: [score(row) for row in rows])
+        self.side_by_side = together is not None
+
+
+def best_rate(name, start, loss_of, factor=2.0, most=10):
+    """The rate with the lowest loss among start * factor^i, moving until both neighbours are worse."""
+    tried = {}
+
+    def at(i):
+        if i not in tried:
+            tried[i] = loss_of(start * factor**i)
+            print(f"  {name}: rate {start * factor**i:.3g} gives {tried[i]:.4f}", flush=True)
+        return tried[i]
+
+    i = 0
+    while len(tried) < most:
+        better = min((at(i), 0), (at(i + 1), 1), (at(i - 1), -1))[1]
+        if not better:
+            break
+        i += better
+    return start * factor**i
+
+
+class Scorer:
+    """All arms for one body."""
+
+    def __init__(self, given):
+        self.given, self.pages = given, Pages(given)
+        self.model = load_body(given, self.pages)
+        for p in self.model.parameters():
+            p.requires_grad_(False)
+        self.folder, self.seen = folder(given), {}
+
+    def x(self, row):
+        key = hash(row.tobytes())
+        if key not in self.seen:
+            self.seen[key] = features(self.given, self.model, row)
+        return self.seen[key]
+
+    def labels(self, row):
+        return torch.from_numpy(row[1:])[None].to(self.given.device)
+
+    def rate(self, name, start, score_at):
+        """The best rate on validation pages, found once and kept."""
+        path = self.folder / f"rate-{name}.json"
+        if not path.exists():
+            rows = [self.pages.page(i, self.given.tune_tokens) for i in self.pages.valid]
+            mean = lambda rate: float(np.mean(np.concatenate([score_at(rate)(row) for row in rows])))  # noqa: E731
+            path.write_text(json.dumps(best_rate(name, start, lambda r: min(1e9, mean(r)))))
+        return json.loads(path.read_text())
+
+    @torch.no_grad()
+    def slow(self, row):
+        return self.model.fast.slow_loss(self.x(row), self.labels(row))[0]
+
+    @torch.no_grad()
+    def static(self, row):
+        """Windows of the trained length, each read afresh."""
+        n, losses = self.given.length, []
+        for at in range(0, len(row) - 1, n):
+            part = torch.from_numpy(row[at : at + n + 1])[None].to(self.given.device)
+            with autocast(self.given):
+                losses.append(self.model.score(part[:, :-1], part[:, 1:], learn=False).loss[0])
+        return torch.cat(losses)
+
+    @torch.no_grad()
+    def learned(self, block, row):
+        labels = self.labels(row)
+        return block.run(self.x(row), labels, torch.ones(labels.shape, device=labels.device), logits=False,
+                         slow=False).loss[0]  # fmt: skip
+
+    def untrained(self, refresh, within="held"):
+        """The body's layer as it is, with steps of the best common factor of 1 / mean |key|^2."""
+        block = layer(self.given, self.model, refresh, within)
+        block.start_steps(self.x(self.pages.page(self.pages.valid[0], self.given.tune_tokens)))
+        first = block.steps.detach().clone()
+
+        def at(rate):
+            block.steps.data.copy_(first + math.log(rate))
+            return lambda row: self.learned(block, row).cpu().numpy()
+
+        name = f"refresh-{refresh}" if within == "held" else f"{within}-{refresh}"
+        at(self.rate(name, 0.5, at))
+        return block
+
+    def tuned(self, refresh):
+        block = layer(self.given, self.model, refresh)
+        weights = load_file(self.folder / f"layer-{refresh or 'sum'}.safetensors")
+        block.load_state_dict(weights | {"unembed": self.model.embedding.weight})
+        return block
+
+    @torch.no_grad()
+    def cached(self, row, losses):
+        return NeuralCache(self.given.cache).score(self.x(row), self.labels(row), losses[None])[0][0]
+
+    def divide(self, rule):
+        """What divides the gradients: nothing, or the root of their mean square over windows of training pages."""
+        if rule == "sgd":
+            return None
+        rng, model = np.random.default_rng(0), self.model
+        rows = [torch.from_numpy(self.pages.inside(rng, 1, min(512, self.given.length))) for _ in range(16)]
+        model.requires_grad_(True)
+        statistics = GradientStatistics.collect(model, [r.to(self.given.device) for r in rows], call=self.whole)
+        model.requires_grad_(False)
+        return statistics
+
+    def whole(self, model, tokens, state):
+        """The model as DynamicEvaluation calls it."""
+        with autocast(self.given):
+            logits, after = model.logits(tokens, state)
+        return logits.float(), after._replace(fast=None)
+
+    def dynamic(self, rule, which):
+        """Dynamic evaluation of all weights, memory carried, or of the layer's own on features read once."""
+        statistics, alone = self.divide(rule), which == "block"
+        divide = None if statistics is None else {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()}
+        module = side_by_side.Alone(self.model) if alone else side_by_side.Whole(self.model)
+        names = [n for n, _ in module.named_parameters() if not n.endswith("steps")]
+        if alone:
+            names = [f"model.fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
+
+        def together(rows, rates, clips):
+            at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
+            inputs = [self.x(r)[0] if alone else torch.from_numpy(r[:-1]).to(self.given.device) for r in rows]
+            losses = side_by_side.score(module, names, inputs, [self.labels(r)[0] for r in rows], at(rates), at(clips),
+                                        divide=divide, segment=SEGMENT, most=self.given.together)  # fmt: skip
+            return [x.cpu().numpy() for x in losses]
+
+        start = {("sgd", "all"): 0.2, ("sgd", "block"): 1.0, ("rms", "all"): 2e-4, ("rms", "block"): 8e-4}[rule, which]
+        name = f"dynamic-{which}-{rule}"
+        rate, clip = self.rate_and_clip(name, start, together)
+        return Arm(name, None, f"rate {rate:.3g}, clip {clip:g}",
+                   lambda rows: together(rows, [rate] * len(rows), [clip] * len(rows)))  # fmt: skip
+
+    def rate_and_clip(self, name, start, together):
+        """The best pair on validation pages, all pairs side by side; the grid grows until its best lies inside."""
+        path = self.folder / f"rate-{name}.json"
+        if not path.exists():
+            rows = [self.pages.page(i, self.given.tune_tokens) for i in self.pages.valid]
+            found, wanted = {}, [(i, clip) for clip in (1.0, math.inf) for i in (-2, -1, 0, 1)]
+            while wanted:
+                pairs = [pair for pair in wanted for _ in rows]
+                losses = together(rows * len(wanted), [start * 2.0**i for i, _ in pairs], [c for _, c in pairs])
+                for k, pair in enumerate(wanted):
+                    mean = float(np.mean(np.concatenate(losses[k * len(rows) : (k + 1) * len(rows)])))
+                    found[pair] = mean if math.isfinite(mean) else 1e9
+                    print(
+                        f"  {name}: rate {start * 2.0 ** pair[0]:.3g}, clip {pair[1]:g}: {found[pair]:.4f}", flush=True
+                    )
+                i, clip = min(found, key=found.get)
+                wanted = [(k, clip) for k in (i - 2, i - 1, i + 1, i + 2) if (k, clip) not in found]
+                wanted = wanted if {(i - 1, clip), (i + 1, clip)} - set(found) else []
+            path.write_text(json.dumps([start * 2.0**i, clip]))
+        return json.loads(path.read_text())
+
+    def arms(self):
+        """Makers of arms, cheap ones first; those of `tune` only where it has run."""
+        yield "static", lambda: Arm("static", self.static)
+        yield "memory", lambda: Arm("memory", self.slow)
+        yield "cache", lambda: Arm("cache", lambda row: self.cached(row, self.slow(row)))
+        for refresh in (64, 16, 256):
+            yield f"refresh-{refresh}", lambda r=refresh: self.of_block(f"refresh-{r}", self.untrained(r))
+        yield "cumulative-64", lambda: self.of_block("cumulative-64", self.untrained(64, "cumulative"))
+        yield "cache-refresh-64", lambda: self.of_block("cache-refresh-64", self.untrained(64), cache=True)
+        for refresh in (64, 16, 256, 0):
+            name = f"refresh-{refresh}-trained" if refresh else "published"
+            if (self.folder / f"layer-{refresh or 'sum'}.safetensors").exists():
+                yield name, lambda n=name, r=refresh: self.of_block(n, self.tuned(r))
+                yield f"{name}-not-learning", lambda n=name, r=refresh: self.not_learning(n, self.tuned(r))
+                if refresh in (16, 64):
+                    yield (
+                        f"cache-{name}",
+                        lambda n=name, r=refresh: self.of_block(f"cache-{n}", self.tuned(r), cache=True),
+                    )
+        for rule in ("sgd", "rms"):
+            yield f"dynamic-block-{rule}", lambda r=rule: self.dynamic(r, "block")
+        for rule in ("sgd", "rms"):
+            yield f"dynamic-all-{rule}", lambda r=rule: self.dynamic(r, "all")
+
+    def not_learning(self, name, block):
+        """What the layer's training gained without learning from the page."""
+        return Arm(f"{name}-not-learning", lambda row: block.slow_loss(self.x(row), self.labels(row))[0].detach())
+
+    def of_block(self, name, block, cache=False):
+        def score(row):
+            losses = self.learned(block, row)
+            return self.cached(row, losses) if cache else losses
+
+        return Arm(name, score, json.dumps({n: round(s, 7) for n, s in block.step_sizes().items()}))
+
+
+def score(given):
+    """Every arm whose name starts with one of --arms, page by page, until the minutes are over."""
+    scorer = Scorer(given)
+    for name, make_arm in scorer.arms():
+        if given.arms and not any(name.startswith(a) for a in given.arms):
+            continue
+        target = scorer.folder / "losses" / name
+        target.mkdir(parents=True, exist_ok=True)
+        mine = [i for i in scorer.pages.test[given.worker :: given.workers] if not (target / f"{i}.npy").exists()]
+        if not mine:
+            continue
+        arm = make_arm()
+        (target / "note.txt").write_text(arm.note)
+        began, count = time.perf_counter(), 0
+        mine.sort(key=lambda i: len(scorer.pages.page(i)))  # those that are read side by side are of like length
+        size = given.together if arm.side_by_side else 1
+        for some in (mine[at : at + size] for at in range(0, len(mine), size)):
+            if time.perf_counter() - STARTED > 60 * given.minutes:
+                print(f"time is over in {name}; run again to go on")
+                return
+            rows, start = [scorer.pages.page(i) for i in some], time.perf_counter()
+            found = [x.float().cpu().numpy() if torch.is_tensor(x) else x for x in arm.together(rows)]
+            seconds = (time.perf_counter() - start) / len(some)
+            for i, losses in zip(some, found, strict=True):
+                count += len(losses)
+                part = target / f"{i}.part.npy"
+                np.save(part, np.r_[losses, seconds].astype(np.float32))  # the seconds come last
+                part.rename(target / f"{i}.npy")
+        print(f"{name}: {count:,} tokens in {time.perf_counter() - began:.1f} s", flush=True)

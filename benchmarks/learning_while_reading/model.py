@@ -1,0 +1,201 @@
+"""Pages of enwik8, the language model, and its last layer trained through its own learning."""
+
+import math
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.mixers import Pieces
+from fastweights.text.tokenizer import Subwords
+from fastweights.torch import FWLBlock
+from fastweights.torch.tree import map_tensors
+
+
+def prepare(given):
+    """pages.npz: tokens of all pages, where each begins, and the bytes of each token of the vocabulary."""
+    if (given.work / "pages.npz").exists():
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
+    text = given.text.read_bytes()[: given.bytes or None]
+    pages = [b"<page>" + page for page in text.split(b"<page>")[1:]]
+    test = np.random.default_rng(0).random(len(pages)) < given.held_out
+    tokenizer = Subwords.train(given.vocab, (p for p, held in zip(pages, test, strict=True) if not held))
+    tokenizer.save(given.work)
+    ids = []
+    for at in range(0, len(pages), 512):  # an encoding takes a hundred times the memory of its ids
+        some = [p.decode("latin-1") for p in pages[at : at + 512]]
+        encoded = tokenizer.tokenizer.encode_batch(some, add_special_tokens=False)
+        ids += [np.array([tokenizer.start, *e.ids], np.uint16) for e in encoded]
+    np.savez_compressed(given.work / "pages.npz", tokens=np.concatenate(ids), at=np.cumsum([0, *map(len, ids)]),
+                        test=test, bytes=tokenizer.lengths())  # fmt: skip
+    print(f"{len(pages)} pages, {sum(map(len, ids)):,} tokens, {int(test.sum())} pages held out")
+
+
+class Pages:
+    """The encoded pages: those to train on, to choose rates on, and to score, both of at least `least` tokens."""
+
+    def __init__(self, given):
+        found = np.load(given.work / "pages.npz")
+        self.tokens, self.at, self.bytes = found["tokens"], found["at"], found["bytes"]
+        self.vocab = len(self.bytes)
+        lengths = np.diff(self.at) - 1
+        held = np.flatnonzero(found["test"] & (lengths >= given.least))
+        order = np.random.default_rng(1).permutation(held)
+        self.valid, self.test = order[: given.valid], np.sort(order[given.valid :][: given.pages])
+        self.train = np.flatnonzero(~found["test"])
+        self.long = self.train[lengths[self.train] >= given.length]
+        self.most = given.most
+
+    def page(self, i, most=None):
+        """(T + 1,): the start of a page and its tokens, up to a limit."""
+        return self.tokens[self.at[i] : self.at[i + 1]][: 1 + (most or self.most)].astype(np.int64)
+
+    def inside(self, rng, rows, length):
+        """Windows (rows, length + 1), each inside one page."""
+        pages = rng.choice(self.long, rows)
+        starts = [rng.integers(self.at[i], self.at[i + 1] - length) for i in pages]
+        return np.stack([self.tokens[s : s + length + 1] for s in starts]).astype(np.int64)
+
+    def packed(self, rng, rows, length):
+        """Windows (rows, length + 1) of pages laid end to end in any order."""
+        found = np.empty((rows, length + 1), np.int64)
+        for row in found:
+            filled = 0
+            while filled < len(row):
+                page = self.page(rng.choice(self.train), length * 8)
+                skip = 0 if filled else rng.integers(len(page))  # the first may be cut
+                part = page[skip:][: len(row) - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+        return found
+
+
+def folder(given):
+    path = given.work / f"{given.body}-{given.depth}x{given.dim}-seed{given.seed}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def make(given, vocab):
+    torch.manual_seed(given.seed)
+    config = Config(layers=f"{given.body}*{given.depth}", dim=given.dim, heads=given.dim // 64 or 2, head="fwl",
+                    refresh=64, length=given.length, window=given.window)  # fmt: skip
+    return LanguageModel(config, vocab).to(given.device)
+
+
+def autocast(given):
+    return torch.autocast("cuda", torch.bfloat16) if given.device == "cuda" else nullcontext()
+
+
+def trained(given, optimizer, loss_of, name, warmup=50):
+    """Train for the minutes given: linear warm-up, then a cosine by time. Prints the loss and the speed."""
+    began, step, tokens = time.perf_counter(), 0, 0
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    recent, rng = [], np.random.default_rng([given.seed, len(name)])
+    while (done := (time.perf_counter() - began) / 60 / given.minutes) < 1:
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * min(1.0, (step + 1) / warmup) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
+        loss, count = loss_of(rng)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        optimizer.step()
+        step, tokens = step + 1, tokens + count
+        recent.append(loss.detach())
+        if step % 20 == 0 or step == 1:
+            mean = float(torch.stack(recent[-20:]).mean())  # waits for the device
+            speed = tokens / (time.perf_counter() - began)
+            print(f"{name} {done:5.0%} step {step} loss {mean:.4f} {speed:,.0f} tokens/s", flush=True)
+            if not math.isfinite(mean):
+                raise SystemExit(f"{name}: the loss is {mean}; try a smaller --lr")
+
+
+def body(given):
+    """The language model, its Fast Weight Layer not learning."""
+    target = folder(given) / "body.safetensors"
+    if target.exists():
+        return
+    pages = Pages(given)
+    model = make(given, pages.vocab)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for n, p in model.named_parameters() if p.dim() < 2 and not n.endswith("steps")]
+    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
+                                  lr=given.lr, betas=(0.9, 0.95), fused=True)  # fmt: skip
+
+    def loss_of(rng):
+        rows = (pages.inside if given.body == "lstm" else pages.packed)(rng, given.batch, given.length)
+        tokens, labels = (torch.from_numpy(np.ascontiguousarray(x)) for x in (rows[:, :-1], rows[:, 1:]))
+        weights = (labels != pages.vocab - 1).to(given.device)
+        pieces = None if given.body == "lstm" else Pieces.of((tokens == pages.vocab - 1).numpy(), given.device)
+        with autocast(given):
+            scores = model.score(tokens.to(given.device), labels.to(given.device), pieces=pieces, learn=False)
+        return (scores.loss * weights).sum() / weights.sum(), weights.numel()
+
+    trained(given, optimizer, loss_of, f"{given.body} body")
+    save_file({n: x.contiguous() for n, x in model.state_dict().items() if n != "fast.unembed"}, target)
+
+
+def load_body(given, pages):
+    model = make(given, pages.vocab)
+    weights = load_file(folder(given) / "body.safetensors")
+    model.load_state_dict(weights | {"fast.unembed": weights["embedding.weight"]})
+    return model.to(given.device).eval()
+
+
+def layer(given, model, refresh, within="held"):
+    """The model's last layer with another way to learn: refresh=0 is the published sum, with decay."""
+    how = dict(refresh=refresh, within=within) if refresh else dict(decay=0.999)
+    block = FWLBlock(given.dim, model.vocab, inputs=given.dim, hidden=model.fast.config.hidden, normalizer=1.0,
+                     log_steps=True, unembed=model.embedding.weight, **how).to(given.device)  # fmt: skip
+    block.load_state_dict(model.fast.state_dict())
+    return block
+
+
+@torch.no_grad()
+def features(given, model, row, batched=False):
+    """Features (B, T, D) of rows (B, T + 1), memory carried through each page."""
+    tokens, state, parts = torch.as_tensor(row).to(given.device), None, []
+    tokens = tokens if batched else tokens[None]
+    for at in range(0, tokens.shape[1] - 1, given.length):
+        with autocast(given):
+            x, blocks = model(tokens[:, at : min(at + given.length, tokens.shape[1] - 1)], state)
+        parts.append(x.float())
+        state = model.init_state(len(tokens))._replace(blocks=map_tensors(torch.Tensor.detach, blocks))
+    return torch.cat(parts, 1)
+
+
+def tune(given):
+    """The layer and its steps, trained through their own learning on windows inside a page, for each way to learn."""
+    pages = Pages(given)
+    model = load_body(given, pages)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    rows = max(1, given.batch // 2)
+    for refresh in given.refresh:
+        target = folder(given) / f"layer-{refresh or 'sum'}.safetensors"
+        if target.exists():
+            continue
+        block = layer(given, model, refresh)
+        block.start_steps(features(given, model, pages.inside(np.random.default_rng(0), rows, given.length), True))
+        if not refresh:
+            block.steps.data -= math.log(8.0)  # a sum of gradients that never corrects itself wants smaller ones
+        learned = [p for n, p in block.named_parameters() if n not in ("steps", "unembed")]
+        for p in (*learned, block.steps):
+            p.requires_grad_(True)
+        optimizer = torch.optim.AdamW([dict(params=learned, lr=1e-3), dict(params=[block.steps], lr=2e-2)],
+                                      weight_decay=0.0, betas=(0.9, 0.95))  # fmt: skip
+
+        def loss_of(rng, block=block):
+            found = pages.inside(rng, rows, given.length)
+            x, labels = features(given, model, found, True), torch.from_numpy(found[:, 1:]).to(given.device)
+            with autocast(given):
+                return block.loss(x, labels, torch.ones(labels.shape, device=given.device)), labels.numel()
+
+        trained(given, optimizer, loss_of, f"{given.body} layer {refresh or 'sum'}", warmup=10)
+        print({n: round(s, 6) for n, s in block.step_sizes().items()}, flush=True)
+        save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, target)
