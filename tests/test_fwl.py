@@ -208,3 +208,22 @@ def test_other_errors():
         FWLBlock(SIZE, V, unembed=nn.Parameter(torch.zeros(SIZE, V)))
     with pytest.raises(FastWeightError, match="inputs is not known yet; expected FWLBlock"):
         FWLBlock(SIZE, V).init_state(2)
+
+
+def test_initial_weights_can_be_drawn_anew():
+    """On the meta device construction is free; filled and reset, every weight is what it is meant to be."""
+    embedding = torch.nn.Embedding(7, 4)
+    block = FWLBlock(4, 7, inputs=3, step_size=0.5, log_steps=True, unembed=embedding.weight, device="meta")
+    assert block.dense1.is_meta
+    assert block.unembed is embedding.weight
+    block = FWLBlock(16, 50, inputs=8, step_size=0.5, device="meta").to_empty(device="cpu")
+    for p in block.parameters():
+        p.data.fill_(float("nan"))
+    block.reset_parameters()
+    for name, (mean, std) in dict(
+        dense1=(0, 8**-0.5), dense2=(0, 64**-0.5), unembed=(0, 16**-0.5), scale=(1, 0), steps=(0.5, 0), bias1=(0, 0),
+        bias2=(0, 0), shift=(0, 0), unembed_bias=(0, 0),
+    ).items():  # fmt: skip
+        p = getattr(block, name).detach()
+        assert abs(p.mean() - mean) <= std / 3, name
+        assert abs(p.std() - std) <= std / 5, name

@@ -247,8 +247,9 @@ def test_as_assistant_and_with_one():
     model, draft, tokens = make(), make("gated-delta"), random_tokens(1, 6)
     how = dict(max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
     want = model.generate(tokens, **how)
-    assert torch.equal(model.generate(tokens, assistant_model=draft, **how), want)
-    assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **how), want)
+    for way in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=3)):
+        got = model.generate(tokens, **way, **how)
+        assert torch.equal(got[:, : want.shape[1]], want)  # transformers 5.0 goes one token further
 
 
 def test_other_ways_to_generate():

@@ -4,6 +4,8 @@ import fastweights.hf                                  # AutoModelForCausalLM no
 model = AutoModelForCausalLM.from_pretrained("exported/")
 """
 
+import sys
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -63,3 +65,4 @@ for auto, kind, names in (
     auto.register(FastWeightConfig, kind, exist_ok=True)
     # Trainer, pipelines and `transformers serve` ask these tables what a class is for, and `register` leaves them alone
     getattr(modeling_auto, f"{names}_MAPPING_NAMES")[FastWeightConfig.model_type] = kind.__name__
+    setattr(sys.modules["transformers"], kind.__name__, kind)  # where `transformers serve` looks a class up

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -99,23 +98,34 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             raise FastWeightError(f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "
                                   "(vocab_size, size), as an nn.Embedding's weight")  # fmt: skip
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
-        seed = int(torch.randint(2**62, ()))  # torch.manual_seed decides the initial weights
-        initial = self.config.initial(inputs or 1, np.random.default_rng(seed))
-        for name, value in initial.items():
-            self.register_parameter(name, nn.Parameter(torch.tensor(value, **to)))
-        if inputs is None:
-            self.dense1 = UninitializedParameter(**to)
+        for name, shape in self.config.shapes(inputs or 1).items():
+            if name == "unembed" and unembed is not None:
+                self.unembed = unembed
+            elif name == "dense1" and inputs is None:
+                self.dense1 = UninitializedParameter(**to)
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **to)))
         self.tied = unembed is not None
-        if unembed is not None:
-            self.unembed = unembed
         if not (unembed is None if bias is None else bias):
             self.unembed_bias = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew, but an output embedding that belongs to another module."""
+        constants = dict(scale=1.0, steps=self.config.initial_step)
+        for name, p in self.named_parameters(recurse=False):
+            if isinstance(p, UninitializedParameter) or (name == "unembed" and self.tied):
+                continue
+            if p.dim() == 2:
+                nn.init.normal_(p, std=p.shape[0] ** -0.5)
+            else:
+                nn.init.constant_(p, constants.get(name, 0.0))
 
     def initialize_parameters(self, x, *args, **how):
         if self.has_uninitialized_params():
             with torch.no_grad():
                 self.dense1.materialize((x.shape[-1], self.config.hidden_width))
-                self.dense1.normal_().mul_(x.shape[-1] ** -0.5)
+                nn.init.normal_(self.dense1, std=x.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
