@@ -233,10 +233,11 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                               "and values, which a memory does not have")  # fmt: skip
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, **kwargs: Any
+        self, input_ids: Any, *, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         """What `forward` takes; what else `generate` was given, such as a tokenizer, is not for it."""
-        found = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        found = prepare(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         known = inspect.signature(FastWeightForCausalLM.forward).parameters
         return {name: x for name, x in found.items() if name in known or name in PACKING}
 
