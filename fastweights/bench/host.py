@@ -39,7 +39,7 @@ class Result:
     both: float
 
 
-def _operations(shape: Sequence[int], device: str, dtype: torch.dtype) -> Calls:
+def _operations(shape: Sequence[int], device: str, dtype: torch.dtype, peers: bool) -> Calls:
     """The operation beside attention's own and what peers are installed."""
     B, T, H, K = shape
     make = lambda: torch.randn(B, T, H, K, device=device, dtype=dtype)  # noqa: E731
@@ -58,7 +58,7 @@ def _operations(shape: Sequence[int], device: str, dtype: torch.dtype) -> Calls:
         ),
     }
     for peer in PEERS:
-        if peer.name == "FLA" and device == "cuda":
+        if peers and peer.name == "FLA" and device == "cuda":
             found = peer.contestant(Case("delta", (B, T, H, K, K), device, "bfloat16"))
             if not isinstance(found, str):
                 calls["FLA, delta"] = (_output(found.call, q, k, v, beta), [q, k, v, beta])
@@ -108,10 +108,11 @@ def run(
     repeats: int,
     *,
     compiled: bool,
+    peers: bool,
     advance: Advance,
 ) -> list[Result]:
-    """Time everything in turns; compiled: also torch.compile of the layer "deltanet"."""
-    calls = _operations(shape, device, dtype) | _layers(shape, device, dtype, PRESETS)
+    """Time everything in turns; compiled: also torch.compile of the layer "deltanet"; peers: also FLA, if installed."""
+    calls = _operations(shape, device, dtype, peers) | _layers(shape, device, dtype, PRESETS)
     if compiled:
         call, leaves = calls["layer, deltanet"]
         calls["layer, deltanet, torch.compile"] = (torch.compile(call), leaves)

@@ -210,6 +210,9 @@ def host(
         bool,
         typer.Option("--compile", help='Time torch.compile of the layer "deltanet" too.'),
     ] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time FLA too, whose first call tunes itself for minutes.")
+    ] = False,
     repeats: Annotated[int | None, typer.Option(min=1, help="Samples per contestant, of 20 calls each.")] = None,
     smoke: Smoke = False,
     json: Json = None,
@@ -227,7 +230,7 @@ def host(
     shape, kind = bench_host.SMOKE if smoke else bench_host.SHAPE, getattr(torch, _dtype(dtype, device))
     samples = repeats or (1 if smoke else 10)
     with _agreeing(bench_host.steps(samples, compiled)) as advance:
-        results = bench_host.run(shape, device, kind, samples, compiled=compiled, advance=advance)
+        results = bench_host.run(shape, device, kind, samples, compiled=compiled, peers=peers, advance=advance)
     bench_host.show(results, shape, device, kind, Console())
     _write(path, report.payload(device) | {"host": bench_host.payload(results, shape, kind)})
 
