@@ -259,6 +259,7 @@ def test_other_ways_to_generate():
     assert torch.equal(model.generate(tokens, prefill_chunk_size=4, **how), want)
     assert torch.equal(model.generate(tokens, cache_implementation="static", **how), want)
     assert torch.equal(model.generate(tokens, past_key_values=FastWeightCache(), **how), want)
+    assert torch.equal(model(tokens, tokenizer=object()).logits, model(tokens).logits)  # as `transformers serve` calls
 
 
 def test_attention_of_hybrids(saved):

@@ -10,7 +10,8 @@ from fastweights.core import FastWeightError
 from fastweights.models.mixers import Pieces
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed batches
-IGNORED = ("cache_position", "token_type_ids", "is_first_iteration")  # they say nothing that the cache does not
+# They say nothing that the cache does not, or are for `generate` alone, which hands them on
+IGNORED = ("cache_position", "token_type_ids", "is_first_iteration", "next_sequence_length", "tokenizer")
 
 
 def packing_of(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The application's language model as one of the ecosystem: `generate`, `Trainer`, `pipeline` take it as any other."""
 
-import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +15,7 @@ from fastweights.core import FastWeightError
 from fastweights.hf.cache import FastWeightCache, Reading
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.head import FastHead, HeadConfig
-from fastweights.hf.inputs import PACKING, packing_of, real_tokens, text_starts
+from fastweights.hf.inputs import packing_of, real_tokens, text_starts
 from fastweights.models.language_model import EPS, Block, State
 from fastweights.torch.tree import map_tensors
 
@@ -231,15 +230,6 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         """Not here: its pages hold keys and values."""
         raise FastWeightError("continuous batching is asked for; expected `generate` with a batch: its pages hold keys "
                               "and values, which a memory does not have")  # fmt: skip
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: Any, *, inputs_embeds: Any = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """What `forward` takes; what else `generate` was given, such as a tokenizer, is not for it."""
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
-        found = prepare(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        known = inspect.signature(FastWeightForCausalLM.forward).parameters
-        return {name: x for name, x in found.items() if name in known or name in PACKING}
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict, *args: Any, **how: Any
