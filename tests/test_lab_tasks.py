@@ -1,0 +1,151 @@
+"""The lab's tasks and training: the overwriting experiment's model is the memory, copies train side by side."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+from fastweights.lab.engine.training import train  # noqa: E402
+from fastweights.lab.tasks.key_value_retrieval import Model, Task, effective  # noqa: E402
+
+MODELS = [("elu+1", "sum", "attention", "stable"), ("favor-64", "sum", "attention", "published"),
+          ("favor-64", "sum", "attention", "stable"), ("dpfp-2", "delta", "sum", "stable"),
+          ("dpfp-1", "delta", "attention", "stable"), ("elu+1", "delta", "sum+attention", "stable"),
+          ("elu+1", "delta", "nlms", "stable"), ("elu+1", "delta", "hellinger", "stable"),
+          ("dpfp-1", "delta", "none", "stable"), ("favor-64", "delta", "sum", "published")]  # fmt: skip
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("features, rule, norm, form", MODELS)
+def test_weights_of_pairs_are_the_memory_read(float64, features, rule, norm, form):
+    """What training reads without a memory is what scoring reads from one, gradients included."""
+    torch.manual_seed(0)
+    model = Model(Task(9, replace=rule == "delta"), features, rule, norm, form=form, copies=2)
+    model.bank = None if model.bank is None else model.bank.double()
+    keys, values = model.task.sequences(3, model.task.length, 2, "cpu")
+    asked, directions = model.task.question(keys, values)[0][:, None], model.directions()
+    got = model.attend(keys, values, asked, directions)
+    want = model.read(*model.memory(keys, values, directions), asked, directions)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    used = [p for p in model.parameters if p.requires_grad]
+    for a, b in zip(torch.autograd.grad(got.square().sum(), used), torch.autograd.grad(want.square().sum(), used),
+                    strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+
+
+def test_memory_rule_of_the_fwm(float64):
+    """Against the rule as it is written: remove what the key retrieves, add the mixture, scale back to norm 1."""
+    torch.manual_seed(0)
+    model = Model(Task(5, replace=True), "tanh", "fwm", "none", copies=1)
+    keys, values = model.task.sequences(2, 10, 1, "cpu")
+    got, _ = model.memory(keys, values, None)
+    k, beta, v = torch.tanh(model.raw_keys(keys, values)), model.rates(keys, values), model.eye[values]
+    W = torch.zeros(2, 5, 64)
+    for t in range(10):
+        old = torch.einsum("bvk,bk->bv", W, k[:, t, 0])
+        new = beta[:, t] * v[:, t, 0] + (1 - beta[:, t]) * old
+        W = W + torch.einsum("bv,bk->bvk", new - old, k[:, t, 0])
+        if t:
+            W = W / W.flatten(1).norm(dim=1).clamp(min=1)[:, None, None]
+    torch.testing.assert_close(got[:, 0], W.mT)
+
+
+def test_task_asks_for_the_last_value():
+    torch.manual_seed(0)
+    task = Task(6, replace=True)
+    keys, values = task.sequences(50, 12, 2, "cpu")
+    for asked, target in (task.question(keys, values), task.question(keys, values)):
+        for b in range(50):
+            for a in range(2):
+                at = (keys[b, :, a] == asked[b, a]).nonzero()[-1, 0]
+                assert values[b, at, a] == target[b, a]
+    asked, target, occurs = task.all_questions(keys, values)
+    assert torch.equal(occurs[0, :, 0], torch.isin(torch.arange(6), keys[0, :, 0]))
+    assert target[0, keys[0, -1, 0], 0] == values[0, -1, 0]
+    keys, values = Task(6, replace=False).sequences(3, 6, 2, "cpu")
+    assert torch.equal(keys.sort(1).values, torch.arange(6)[:, None].expand(3, 6, 2))
+
+
+def test_bounded_norms_never_grow():
+    """The eigenvalue of a write along its key, 1 - beta |k|^2, stays in [0, 1]."""
+    torch.manual_seed(0)
+    raw, beta = 3 * torch.randn(2, 50, 1, 16), torch.rand(2, 50, 1)
+    for norm in ("sum", "l2", "hellinger", "nlms"):
+        k, rate, _ = effective(norm, "elu+1", raw, beta)
+        gain = rate * k.square().sum(-1)
+        assert gain.min() >= 0
+        assert gain.max() <= 1 + 1e-5
+    k, rate, _ = effective("none", "elu+1", raw, beta)
+    assert (rate * k.square().sum(-1)).max() > 2
+
+
+class Countdown:
+    """A learner whose two copies have losses that are written down beforehand."""
+
+    copies = 2
+
+    def __init__(self, *losses):
+        self.losses, self.steps, self.asked = losses, 0, 0
+
+    def step(self):
+        self.steps += 1
+
+    def evaluate(self):
+        self.asked += 1
+        return torch.tensor([[x[min(self.asked, len(x)) - 1], 7.0] for x in self.losses])
+
+
+def test_training_stops_each_copy_by_itself():
+    learner = Countdown([1.0, 0.5, 0.0009], [1.0, 0.9, 0.95, math.nan, 0.95])
+    other = Countdown([1.0, 0.9, 0.8, 0.7], [0.0, 0.0])
+    (first, second), (third, fourth) = train([learner, other], steps=45, every=10, target=0.001, patience=3)
+    assert (first.ended, first.steps[-1], first.last) == ("reached", 30, pytest.approx(0.0009))
+    assert (second.ended, second.steps[-1], second.best) == ("patience", 45, pytest.approx(0.9))
+    assert (third.ended, third.steps[-1]) == ("steps", 45)
+    assert (fourth.ended, fourth.steps[-1], fourth.scores) == ("reached", 10, [[0.0, 7.0]])
+    assert (learner.steps, other.steps) == (45, 45)
+
+
+def test_training_ends_in_time():
+    (course, _), *_ = train([Countdown([1.0], [1.0])], steps=100, every=10, seconds_left=lambda: 0.0)
+    assert (course.ended, course.steps) == ("time", [10])
+
+
+def test_bench_lab_checks_first(monkeypatch):
+    from fastweights.bench import lab as bench
+    from fastweights.bench.agree import Disagreement
+
+    ticks = []
+    result = bench.run(2, lambda what, n: ticks.append(n), **bench.SMOKE)
+    assert len(ticks) == 4
+    assert result.error < 1e-5
+    assert set(bench.payload(result)) >= {"speedup", "published algorithm", "fastweights"}
+    monkeypatch.setattr(bench, "dpfp", lambda x: torch.cat([x, -x], -1).relu() + 0.1)
+    with pytest.raises(Disagreement, match="deviates from the published algorithm"):
+        bench.run(2, lambda what, n: None, **bench.SMOKE)
+
+
+def test_stacked_lstm_is_torch_lstm():
+    from fastweights.lab.tasks.letters_and_digits import LSTM, Learner, Network, sequences
+
+    torch.manual_seed(0)
+    ours, x = LSTM(5, 7), torch.randn(3, 6, 5)
+    theirs = torch.nn.LSTM(5, 7, batch_first=True)
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        getattr(theirs, f"{name}_l0").data.copy_(getattr(ours.cell, name))
+    torch.testing.assert_close(ours(x)[0], theirs(x)[0])
+    learner = Learner("fast", 9, copies=2, device="cpu")
+    symbols, digits = sequences(2, 4, "cpu")
+    torch.manual_seed(1)  # the second copy's seed
+    torch.testing.assert_close(learner(symbols)[1], Network("fast", 9)(symbols[1]))
+    letters, asked = symbols[..., 0:8:2], symbols[..., -1:]
+    at = (letters == asked).long().argmax(-1, keepdim=True)
+    assert torch.equal(symbols[..., 1:8:2].gather(-1, at)[..., 0] - 26, digits)
