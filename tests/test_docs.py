@@ -114,7 +114,7 @@ NARROW = [1, 2048, 4, 64, 64]
 MEASURED = {  # row of the README's table -> file of benchmarks/, shape, column -> contestant
     "delta rule, H200, GPU's clock, ms": ("nvidia-h200-delta", [8, 4096, 16, 128, 128], {1: "kernel", 2: "FLA"}),
     "delta rule, two CPU cores, ms": (
-        "amd-epyc-b6ea3d8-delta",
+        "amd-epyc-6058709-delta",
         [1, 2048, 4, 64, 64],
         {1: "chunked", 3: "Hugging Face"},
     ),
