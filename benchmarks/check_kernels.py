@@ -1,30 +1,41 @@
-"""Check the Triton kernels on a CUDA device: `python -m benchmarks.check_kernels` from the root of the repository.
+"""Check the Triton kernels on a CUDA device, from the root of the repository:
+
+    python -m benchmarks.check_kernels            every case
+    python -m benchmarks.check_kernels --quick    the fewest cases that take every branch of every kernel
 
 Against the equation in float64, every output and gradient may err at most twice as much as plain PyTorch does in the
 same dtype, the worse of the loop and of the plain chunked form. With TF32 that is the worse of the chunked form on this
 GPU, whose library makes some narrow products in float32 all the same, and of one whose products all round. Packed
 sequences are held to the same, each by itself. Single tokens, which have a kernel of their own, are held to the loop
 alone. Then: 1000 runs are bit-identical, and a CUDA graph replays them.
+
+Most of the time is compilation. The cases are shared out to processes (--jobs), and Triton keeps on disk what it
+compiled (~/.triton/cache, or TRITON_CACHE_DIR): the same code is checked again in a fraction of the time.
 """
 
+import argparse
 import itertools
+import os
+import subprocess
 import sys
+import time
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import kernel_branches
 from fastweights import core
 from fastweights.core import Inputs, Spec
 from fastweights.torch import fast_weight, methods
 
-NAMES = ("q", "k", "v", "beta", "log_decay", "state")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU can plan the cases, not check them
 FULL = dict(B=2, T=130, H=2, K=64, V=64, dtype=torch.bfloat16, rule="delta", read="after", beta=True, decay=True)
 
 
 def problem(B, T, H, K, V, dtype, beta, decay, *, repeat=False, sequences=None, **_):
     """Inputs by name, rounded to dtype; unit keys."""
-    random = torch.Generator("cuda").manual_seed(T + K)
-    draw = lambda *shape: torch.randn(*shape, generator=random, device="cuda")  # noqa: E731
+    random = torch.Generator(DEVICE).manual_seed(T + K)
+    draw = lambda *shape: torch.randn(*shape, generator=random, device=DEVICE)  # noqa: E731
     k = draw(B, T, H, K)
     k = torch.nn.functional.normalize(k[:, :1].expand_as(k) + 0.01 * k if repeat else k, dim=-1)
     x = dict(q=draw(B, T, H, K) * K**-0.5, k=k, v=draw(B, T, H, V), state=draw(sequences or B, H, K, V))
@@ -84,7 +95,7 @@ def compare(precision="highest", **case):
     cuts = case.get("cuts")
     x = problem(**case, sequences=cuts and len(cuts) - 1)
     how = dict(rule=case["rule"], read=case["read"])
-    ours = how | (dict(cu_seqlens=torch.tensor(cuts, device="cuda")) if cuts else {})
+    ours = how | (dict(cu_seqlens=torch.tensor(cuts, device=DEVICE)) if cuts else {})
     up = torch.randn_like(x["v"], dtype=torch.float32).to(case["dtype"]), torch.randn_like(x["state"])
     exact = results(lambda **a: loop(**a, **how, cuts=cuts), x, up, torch.float64)
     torch.set_float32_matmul_precision(precision)
@@ -129,23 +140,29 @@ def cases():
     yield dict(B=1, T=16384, H=1, K=128, V=128, decay=False, rule="sum")
 
 
-def steps():
-    """(case, worst share of what is allowed) of single tokens without gradients, into a new state and over the old."""
+def tokens():
+    """Single tokens without gradients, which have a kernel of their own."""
     switches = ("delta", "sum"), ("after", "before"), (True, False), (torch.float32, torch.bfloat16)
     for (rule, read, rates, dtype), (K, V) in itertools.product(
         itertools.product(*switches), ((16, 16), (64, 64), (96, 80), (384, 128))
     ):
-        case = FULL | dict(B=5, T=1, H=3, K=K, V=V, dtype=dtype, rule=rule, read=read, beta=rates, decay=rates)
-        x, how = problem(**case), dict(rule=rule, read=read)
-        exact = loop(**{n: t.double() for n, t in x.items()}, **how)
-        plain = loop(**{n: t.to(dtype) for n, t in x.items()}, **how)
-        fresh = fast_weight(**x, **how, method="kernel")
-        given = x["state"].clone()
-        over = fast_weight(**(x | dict(state=given)), **how, method="kernel", out_state=given)
-        assert over[1] is given, case
-        assert all(map(torch.equal, fresh, over)), case
-        off = lambda y, i: (y[i].double() - exact[i]).abs().max().item()  # noqa: B023, E731
-        yield case, max(off(fresh, i) / max(2 * off(plain, i), 1e-30) for i in (0, 1))
+        yield dict(B=5, T=1, H=3, K=K, V=V, dtype=dtype, rule=rule, read=read, beta=rates, decay=rates)
+
+
+def compare_token(**case):
+    """What `compare` returns, of one token into a new state and over the old."""
+    case = FULL | case
+    x, how = problem(**case), dict(rule=case["rule"], read=case["read"])
+    exact = loop(**{n: t.double() for n, t in x.items()}, **how)
+    plain = loop(**{n: t.to(case["dtype"]) for n, t in x.items()}, **how)
+    fresh = fast_weight(**x, **how, method="kernel")
+    given = x["state"].clone()
+    over = fast_weight(**(x | dict(state=given)), **how, method="kernel", out_state=given)
+    assert over[1] is given, case
+    assert all(map(torch.equal, fresh, over)), case
+    off = lambda y, i: (y[i].double() - exact[i]).abs().max().item()  # noqa: E731
+    errors = [(n, off(fresh, i), max(2 * off(plain, i), 1e-30)) for i, n in enumerate("oS")]
+    return [(n, e, a) for n, e, a in errors if not e <= a], max(errors, key=lambda x: x[1] / x[2])
 
 
 def repeats(times=1000, **case):
@@ -179,25 +196,76 @@ def replays(**case):
         x["v"].mul_(0.5)
 
 
-def main(part=0, parts=1):
-    """Every `parts`-th case from number `part` on: most of the time is compilation, so parts run well side by side."""
+def checks():
+    """Every (check, case)."""
+    return [*((compare, case) for case in cases()), *((compare_token, case) for case in tokens())]
+
+
+def plan(check, case):
+    """What the kernels would launch for a case, its backward pass included, without compiling or running it."""
+    whole = FULL | case
+    cuts, precision = whole.get("cuts"), whole.get("precision", "highest")
+    x = problem(**whole, sequences=cuts and len(cuts) - 1)
+    if check is compare:
+        x = {n: t.requires_grad_() for n, t in x.items()}
+    how = dict(rule=whole["rule"], read=whole["read"])
+    how |= dict(cu_seqlens=torch.tensor(cuts, device=DEVICE)) if cuts else {}
+    torch.set_float32_matmul_precision(precision)
+    try:
+        return kernel_branches.launches(lambda: fast_weight(**x, **how, method="kernel"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def quick():
+    """(the fewest checks that take every branch, how many branches there are). The loop over tokens costs, too."""
+    found = []
+    for check, case in checks():
+        launches = plan(check, case)
+        taken = set().union(*(kernel_branches.branches(launch) for launch in launches))
+        found.append(((check, case), taken, len(launches) + (FULL | case)["T"] / 200))
+    return kernel_branches.fewest(found)
+
+
+def run(some):
+    """Run checks, say how each went, and return how many failed."""
     failures = 0
-    for case in list(cases())[part::parts]:
-        bad, (name, error, allowed) = compare(**case)
+    for check, case in some:
+        began = time.perf_counter()
+        bad, (name, error, allowed) = check(**case)
         failures += bool(bad)
-        share = f"{error / allowed:5.2f} of allowed in {name:10s} ({error:.1e})"
-        print("FAIL" if bad else "ok  ", share, case, bad or "", flush=True)
-    if part:
+        share = f"{error / max(allowed, 1e-30):5.2f} of allowed in {name:10s} ({error:.1e})"
+        took = f"{time.perf_counter() - began:5.1f} s"
+        print("FAIL" if bad else "ok  ", share, took, check.__name__, case, bad or "", flush=True)
+    return failures
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
+    parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
+    parser.add_argument("--jobs", type=int, default=min(8, (os.cpu_count() or 2) // 2), help="processes side by side")
+    parser.add_argument("--part", type=int, help="only this one of `jobs` parts, in this process")
+    asked = parser.parse_args()
+    if asked.part is None and asked.jobs > 1:
+        command = [sys.executable, "-m", "benchmarks.check_kernels", *sys.argv[1:], "--jobs", str(asked.jobs), "--part"]
+        parts = [subprocess.Popen([*command, str(part)]) for part in range(asked.jobs)]
+        failures = sum(part.wait() != 0 for part in parts)
+        print("all held" if not failures else f"{failures} of {asked.jobs} parts had failures")
         sys.exit(bool(failures))
-    for case, share in steps():
-        failures += share > 1
-        print("FAIL" if share > 1 else "ok  ", f"{share:5.2f} of allowed, one token", case, flush=True)
-    repeats(B=4, T=1000, H=4, K=128, V=128)
-    repeats(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)
-    replays(B=2, T=256, K=128, V=128)
-    print("1000 runs bit-identical; a CUDA graph replays them;", failures, "failures")
+    part, jobs = asked.part or 0, asked.jobs if asked.part is not None else 1
+    some = checks()
+    if asked.quick:
+        some, number = quick()
+        if part == 0:
+            print(f"{len(some)} of {len(checks())} cases take all {number} branches", flush=True)
+    failures = run(some[part::jobs])
+    if part == 0:
+        repeats(B=4, T=1000, H=4, K=128, V=128)
+        repeats(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)
+        replays(B=2, T=256, K=128, V=128)
+        print("1000 runs bit-identical; a CUDA graph replays them")
     sys.exit(bool(failures))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

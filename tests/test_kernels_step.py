@@ -1,5 +1,7 @@
 """One token at a time as one kernel, against the equation; in Triton's interpreter where there is no GPU."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,23 @@ def test_operators_pass_torchs_own_check(rng):
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.step.step_op, ([*inputs, x["state"]], spec), test_utils=tests)
     torch.library.opcheck(kernels.step.step_op_, ([*inputs, None], x["state"], spec), test_utils=tests)
+
+
+@runs
+def test_the_quick_check_takes_every_branch_that_the_full_one_takes(monkeypatch):
+    """Planned from the cases themselves, so that a case with a new branch is in the quick check at once."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    from benchmarks import check_kernels, kernel_branches
+
+    some = [(check, case) for check, case in check_kernels.checks() if case.get("T", 0) <= 128]
+    taken = lambda which: {  # noqa: E731
+        b for each in which for launch in check_kernels.plan(*each) for b in kernel_branches.branches(launch)
+    }
+    monkeypatch.setattr(check_kernels, "checks", lambda: some)
+    quick, number = check_kernels.quick()
+    assert taken(quick) == taken(some)
+    assert number == len(taken(some)) > 1000
+    assert len(quick) < len(some) / 2
 
 
 def test_the_choice_for_one_token():
