@@ -16,10 +16,19 @@ DIVISION_EPS = 1e-12  # attention norm: a denominator below it counts as empty
 
 
 class AttentionState(NamedTuple):
-    """What a FastWeightAttention remembers: pass it to the next call, save it, fork it.
+    """What a `FastWeightAttention` remembers: pass it to the next call, save it, fork it.
 
-    memory (B, H, K', V), K' the width of the features;  z (B, H, K'), the attention normaliser, or None;
-    conv (B, W - 1, channels), the last inputs of the convolution, or None.
+    A tuple of arrays of the framework in use. No call changes it in place, so one state can be the start of many
+    continuations. B is the number of texts, H of heads, K' the width of the features, V the value width.
+
+    Attributes:
+        memory: (B, H, K', V), what was written, in float32 or wider.
+        z: (B, H, K'), the decayed sum of the keys, by which attention norm divides; None without that norm.
+        conv: (B, W - 1, channels), the last inputs of a convolution of width W; None without one.
+
+    Examples:
+        >>> AttentionState(memory="S")._replace(z="sum of keys")
+        AttentionState(memory='S', z='sum of keys', conv=None)
     """
 
     memory: Any
@@ -28,10 +37,19 @@ class AttentionState(NamedTuple):
 
 
 def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):
-    """(y, state) for x (B, T, D).
+    """(y, state) for x (B, T, D): project, convolve, map, write and read, normalise, gate, project back.
 
-    layer: has what `config.shapes` names as attributes, in_proj and out_proj as functions of x, the rest as arrays, and
-    `projection`, FAVOR+'s directions or None.
+    Args:
+        config: an `AttentionConfig`, which says which of these steps there are.
+        ops: the framework's functions, an `Ops`.
+        layer: has what `config.shapes` names as attributes, in_proj and out_proj as functions of x, the rest as arrays,
+            and `projection`, FAVOR+'s directions or None.
+        x: (B, T, D).
+        state: an `AttentionState`, or None for an empty one.
+        cu_seqlens, mask, method, chunk_size: as for `fast_weight`.
+
+    Returns:
+        y (B, T, D) and the `AttentionState` after the last token.
     """
     xp, nn, heads = ops.xp, ops.nn, config.heads
     check_input(config, x, state, mask)
@@ -78,7 +96,9 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
 
 
 def check_input(config, x, state, mask):
-    """Raise FastWeightError unless these are what a layer of this config takes."""
+    """Raise FastWeightError unless these are what a layer of this config takes: x (B, T, dim), a state of three, a
+    bool mask.
+    """
     if len(x.shape) != 3 or x.shape[-1] != config.dim:
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {config.dim}): dim is {config.dim}")
     if state is not None and len(state) != 3:
@@ -93,10 +113,25 @@ def check_input(config, x, state, mask):
 
 
 def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
-    """Features, normalisation and the memory: (o, memory, z) for q, k (B, T, groups, K) and v (B, T, H, V).
+    """Features, normalisation and the memory: (o, memory, z).
 
-    how: the other arguments of `fast_weight`, log_decay among them;  write(k, v): what is really written for mapped
-    keys and values, (k, v, further arguments).
+    Attention norm needs the answer of the normaliser z = sum_s k_s as well as that of the memory. Under the sum rule z
+    is one more column of the memory, whose value is always 1, so one call gives both. Under the delta rule the two are
+    written differently (z stays a sum), so z has calls of its own, and what a key retrieves is divided by kappa = z . k
+    before it is corrected.
+
+    Args:
+        config, ops: as for `forward`.
+        q, k: (B, T, groups, K), not yet mapped; a group of queries and keys serves H / groups heads.
+        v: (B, T, H, V).
+        beta: (B, T, H) or None.
+        memory, z: of the state, or None.
+        projection: FAVOR+'s directions or None.
+        how: the other arguments of `fast_weight`, log_decay among them.
+        write: write(k, v) is what is really written for mapped keys and values: (k, v, further arguments).
+
+    Returns:
+        o (B, T, H, V), the memory after the last token, and z after it (None without attention norm).
     """
     xp, attention, log_decay = ops.xp, config.attention_norm, how["log_decay"]
     if config.maps_inside:
@@ -134,12 +169,22 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
 
 
 def removal(ops, layer, k, v, rate, log_decay):
-    """The two writes of RWKV-7, what a removal key retrieves goes, then the value comes: (k, v, further arguments).
+    """The two writes of RWKV-7: what a removal key retrieves goes, then the value comes.
 
         S_t = Diag(w) S_{t-1} - (rate * c) (S_{t-1}^T c)^T + k' v^T,     c the unit vector of removal_key * k,
         k' = k (1 + (rate - 1) removal_mix)
 
-    c reads the memory as it was before the decay; our erase key reads after it, so it is c / w. w is above 0.54.
+    c reads the memory as it was before the decay; our erase key reads after it, so it is c / w. w is above 0.54, so the
+    division is safe.
+
+    Args:
+        layer: has removal_key and removal_mix, (H, K') each.
+        k, v: (B, T, H, K') mapped keys and (B, T, H, V) values.
+        rate: (B, T, H, K') in [0, 1], how much of each channel is replaced.
+        log_decay: (B, T, H, K') log w.
+
+    Returns:
+        (k, v, further arguments of `fast_weight`), k and v with 2 T tokens: removal and value in turn.
     """
     xp = ops.xp
     c = unit(ops.wide(k) * layer.removal_key, EPS, xp, ops.nn)
@@ -156,9 +201,19 @@ def removal(ops, layer, k, v, rate, log_decay):
 
 
 def convolve(ops, weight, x, state, cu_seqlens, mask):
-    """Causal depthwise convolution over tokens: (y, its last W - 1 inputs).  weight (W, channels), x (B, T, channels).
+    """Causal depthwise convolution over tokens: y_t = sum_j weight_j x_{t - (W - 1) + j}, channel by channel.
 
-    Packed sequences and padding are served by gathering, for every token, the tokens before it in its own sequence.
+    Packed sequences and padding are served by gathering, for every token, the tokens before it in its own sequence;
+    where there is neither, W shifted products do, or the framework's own function.
+
+    Args:
+        weight: (W, channels); the last row multiplies the token itself.
+        x: (B, T, channels).
+        state: (B, W - 1, channels), the inputs before the first token; zeros when None. (N, ...) where packed.
+        cu_seqlens, mask: as for `fast_weight`; at most one of them.
+
+    Returns:
+        y like x, and the last W - 1 inputs of each sequence, the next call's state.
     """
     xp = ops.xp
     W, channels = weight.shape
@@ -182,7 +237,14 @@ def convolve(ops, weight, x, state, cu_seqlens, mask):
 
 
 def _packed_index(ops, cu_seqlens, T, W):
-    """Where, in [the N states of W - 1 inputs, the T tokens], to find the token `back` before each, and the last."""
+    """Where to look for the token `back` places before each token of a packed row.
+
+    Positions count in one long row, [the N states of W - 1 inputs each, the T tokens]: near its start a sequence looks
+    into its own state instead of into its neighbour.
+
+    Returns:
+        A function back -> (1, T) positions, and (N, W - 1) positions of the last inputs of each sequence.
+    """
     xp = ops.xp
     N, t = ops.shape(cu_seqlens)[0] - 1, ops.arange(T, cu_seqlens)
     cu = ops.cast(cu_seqlens, t)
@@ -200,7 +262,10 @@ def _packed_index(ops, cu_seqlens, T, W):
 
 
 def _padded_index(ops, mask, T, W):
-    """The same in [the state of W - 1 inputs, the T tokens] of each row, counting real tokens alone."""
+    """The same in [the state of W - 1 inputs, the T tokens] of each row, counting real tokens alone.
+
+    mask (B, T) is False for padding, which may stand anywhere: a token's predecessor is the real token before it.
+    """
     xp = ops.xp
     t = ops.arange(T, mask)[None, :]
     order = ops.cast(xp.argsort(xp.where(mask, t, t + T), -1), t)  # real tokens first, in order
@@ -222,7 +287,14 @@ def _gather(ops, x, index):
 
 
 def _log_decay(config, ops, layer, raw, q):
-    """log a, (B, T, H) or (B, T, H, K'), learned from the token or fixed per head; and the step (B, T, H) behind it."""
+    """Log of the share of the memory that each token keeps, and the step behind it.
+
+    "learned" is -exp(decay_log) softplus(raw + decay_bias), whose softplus is the step that Mamba-2 also writes with.
+    The forms per channel first project `raw` (B, T, rank) to a number per key channel.
+
+    Returns:
+        log a, (B, T, H) or (B, T, H, K'), at most 0; and the step (B, T, H), None where there is none.
+    """
     xp = ops.xp
     if config.fixed_decay is not None:
         return xp.zeros_like(ops.wide(q[..., :1, 0])) + ops.array(config.fixed_decay, q), None
@@ -249,5 +321,5 @@ def _rms_norm(ops, x, weight):
 
 
 def _present(xp, x, empty=DIVISION_EPS):
-    """x, or `empty` where it is too close to zero to divide by."""
+    """x, or `empty` where it is too close to zero to divide by: what nothing was written to answers 0, not 0 / 0."""
     return xp.where(xp.abs(x) > DIVISION_EPS, x, empty)

@@ -14,9 +14,24 @@ def check_method(method, methods):
 
 
 def check(inputs, spec, *, width=None):
-    """Raise FastWeightError unless the arrays of a call, an Inputs, fit together and the Spec.
+    """Raise FastWeightError unless the arrays of a call fit together, and fit the Spec.
 
-    width: what a feature map makes of the width of q, the memory's K; the same when absent.
+    Only shapes and dtypes are looked at, which are known without waiting for a GPU and under a compiler. An axis of
+    unknown length (Keras's None) fits any. Each message says which array, what it is, what was expected and why.
+
+    Args:
+        inputs: an `Inputs`; q and v decide the sizes that the others are held to.
+        spec: a `Spec`.
+        width: a function, what a feature map makes of the width of q: the memory's K. The same width when absent.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fastweights.core import Inputs, Spec
+        >>> x = np.zeros((1, 5, 2, 4), "float32")
+        >>> check(Inputs(x, x, x, beta=np.zeros((1, 2, 5), "float32")), Spec())  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: beta has shape (1, 2, 5); expected (1, 5, 2): one write rate per token and ...
     """
     if inputs.erase is not None and not RULES[spec.rule].erases:
         raise FastWeightError(
@@ -69,7 +84,10 @@ def check(inputs, spec, *, width=None):
 
 
 def _check_packed(shapes, dtypes, B):
-    """The number of sequences that cu_seqlens packs into the one row of q."""
+    """The number N of sequences that cu_seqlens packs into the one row of q; None where it is not known yet.
+
+    Raises where the offsets have the wrong shape or dtype, where q has more than one row, or where a mask is given too.
+    """
     shape = shapes["cu_seqlens"]
     if len(shape) != 1 or (shape[0] is not None and shape[0] < 2):
         raise FastWeightError(
@@ -85,7 +103,10 @@ def _check_packed(shapes, dtypes, B):
 
 
 def check_offsets(offsets, T):
-    """Raise unless cu_seqlens, as a list of ints, starts at 0, never falls and ends at T."""
+    """Raise unless cu_seqlens, as a list of ints, starts at 0, never falls and ends at T.
+
+    >>> check_offsets([0, 3, 3, 5], T=5)  # the second of the three sequences is empty
+    """
     if offsets[0] != 0:
         raise FastWeightError(f"cu_seqlens starts at {offsets[0]}; expected 0: the first sequence starts the row")
     for n, (start, stop) in enumerate(pairwise(offsets)):
@@ -112,11 +133,18 @@ _debugging = ContextVar("fastweights_debug", default=False)
 def debug():
     """Inside this block every `fast_weight` call scans its inputs and raises on values that cannot be right.
 
-    The scan costs a pass over the inputs and, on a GPU, a wait for them, so it is off otherwise.
+    NaN or infinity anywhere, a write rate outside [0, 2] and a log decay above 0 are such values; the message says
+    where the first one is. The scan costs a pass over the inputs and, on a GPU, a wait for them, so it is off
+    otherwise. Compiled code is not scanned.
 
-        >>> import fastweights
-        >>> with fastweights.debug():
-        ...     pass  # train a few steps
+        >>> import torch
+        >>> import fastweights.torch as fw
+        >>> k = torch.full((1, 2, 1, 3), float("nan"))
+        >>> with debug():
+        ...     fw.fast_weight(k, k, k)
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: q has nan at (0, 0, 0, 0); expected finite numbers (6 such values)
     """
     token = _debugging.set(True)
     try:
@@ -134,6 +162,12 @@ def check_values(arrays):
     """Raise on NaN or infinity anywhere, beta outside [0, 2], or log_decay above 0.
 
     arrays: NumPy, by name; where `mask` is among them, padding may hold anything.
+
+        >>> import numpy as np
+        >>> check_values({"beta": np.array([0.5, 3.0])})
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: beta has 3.0 at (1,); expected rates in [0, 2] (1 such values)
     """
     import numpy as np
 

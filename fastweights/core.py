@@ -19,7 +19,15 @@ PLAIN = ("identity", "none")  # features and norm that leave q and k as they are
 
 
 class FastWeightError(ValueError):
-    """An argument that cannot be right. The message says which, what was got, what was expected and why."""
+    """An argument that cannot be right. The message says which, what was got, what was expected and why.
+
+    Every check of this library raises it, in all frameworks. It is a ValueError, so code that catches those catches it.
+
+        >>> raise FastWeightError("beta_max is 3.0; expected above 0 and at most 2: past it the memory grows")
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: beta_max is 3.0; expected above 0 and at most 2: past it the memory grows
+    """
 
 
 class Inputs(NamedTuple):
@@ -132,7 +140,10 @@ class Rule(NamedTuple):
 
 
 def read(S, q):
-    """S^T q:  (..., K, V), (..., K) -> (..., V)."""
+    """S^T q:  (..., K, V), (..., K) -> (..., V).
+
+    What the memory answers to a query: the sum of all that was written, each weighted by how well its key matches q.
+    """
     return (q[..., None, :] @ S)[..., 0, :]
 
 
@@ -145,8 +156,23 @@ RULES: dict[str, Rule] = {
 def step(S, x, spec, xp):
     """One token: decay, write, and read after it (or before it): (S, o).
 
-    x: an Inputs of one token, q, k, erase (..., K);  v (..., V);  beta (...);  log_decay (...) or (..., K);  None where
-    absent.
+    This is the definition. Every other method, kernel and framework computes the same, and is tested against it.
+
+    Args:
+        S: (..., K, V), the memory before the token.
+        x: an Inputs of one token, q, k, erase (..., K);  v (..., V);  beta (...);  log_decay (...) or (..., K);  None
+            where absent.
+        spec: a `Spec`, for the rule and when to read.
+        xp: the array namespace.
+
+    Examples:
+        >>> import numpy as np
+        >>> key = np.array([1.0, 0.0])
+        >>> S = np.zeros((2, 1))
+        >>> for value in (5.0, 7.0):  # the same key twice: the delta rule replaces, it does not add
+        ...     S, o = step(S, Inputs(key, key, np.array([value])), Spec(rule="delta"), np)
+        >>> o
+        array([7.])
     """
     old = S
     if x.log_decay is not None:
@@ -165,6 +191,12 @@ def inverse(L, xp):
     Blocks of 1, 2, 4, ... rows are merged in pairs. If X inverts the diagonal blocks and N is what lies below them
     inside the pairs, X - X N X inverts the pairs. This is substitution by blocks: no powers of L, which would
     overflow when keys repeat.
+
+        >>> import numpy as np
+        >>> L = np.array([[0.0, 0.0], [3.0, 0.0]])
+        >>> (np.eye(2) + inverse(L, np)) @ (np.eye(2) + L)
+        array([[1., 0.],
+               [0., 1.]])
     """
     C = L.shape[-1]
     row = xp.arange(C)[:, None]
@@ -281,13 +313,16 @@ def _pairs(x, xp, relation):
 
 
 def advance(S, c):
-    """A prepared chunk c meets the memory: (S after it, its outputs)."""
+    """A prepared chunk c meets the memory S (..., K, V): (S after it, its outputs (..., C, V)).
+
+    Four matrix products. This is the only part of a chunk that has to wait for the chunk before it.
+    """
     u = c.U if c.W is None else c.U - c.W @ S
     return c.g * S + c.kT @ u, c.q @ S + c.A @ u
 
 
 def chunk(S, x, spec, xp):
-    """`step` over the C tokens of x at once, with the same meaning."""
+    """`step` over the C tokens of x at once, with the same meaning: (S after them, outputs (..., C, V))."""
     return advance(S, prepare(x, spec, xp))
 
 
@@ -322,18 +357,21 @@ def gather_reads(o, spec):
 
 
 def refuses_chunks(spec) -> str | None:
-    """Why a chunked method cannot run this rule, or None."""
+    """Why a chunked method cannot run this rule, as the end of a sentence, or None if it can."""
     if RULES[spec.rule].d is None:
         return f'has no chunked form of rule={spec.rule!r}; use method="recurrent"'
     return None
 
 
 def _chunk_form(spec):
+    """The d of the rule's equation, 0 or 1; raises for a rule without a chunked form."""
     if reason := refuses_chunks(spec):
         raise FastWeightError(f"a chunk {reason}")
     return RULES[spec.rule].d
 
 
 def dtype_name(x) -> str:
-    """'float32', whatever the framework calls it."""
+    """'float32', whatever the framework calls it: torch.float32, jnp.dtype("float32") and "float32" all come to
+    that.
+    """
     return getattr(x.dtype, "name", str(x.dtype)).removeprefix("torch.")

@@ -31,7 +31,18 @@ NORMS = ("none", "sum", "l2", "max", "hellinger")
 
 
 class FeatureMap(NamedTuple):
-    """A feature map by name: `parse("dpfp-3").width(16)` is 96. A tuple, which every torch.compile can trace."""
+    """A feature map by name. A tuple, which every torch.compile can trace.
+
+        >>> parse("dpfp-3").width(16)
+        96
+        >>> parse("dpfp-3").name
+        'dpfp-3'
+
+    Attributes:
+        kind: "identity", "relu", "silu", "elu+1", "dpfp", "favor" or "function".
+        size: NU of DPFP or M of FAVOR+; 0 for the others.
+        function: a user's own map, for kind "function".
+    """
 
     kind: str
     size: int = 0
@@ -39,6 +50,7 @@ class FeatureMap(NamedTuple):
 
     @property
     def name(self):
+        """The name as a user writes it, "dpfp-3"; of a function, its own."""
         if self.function is not None:
             return getattr(self.function, "__name__", type(self.function).__name__)
         return f"{self.kind}-{self.size}" if self.size else self.kind
@@ -49,7 +61,7 @@ class FeatureMap(NamedTuple):
         return self.kind == "favor"
 
     def width(self, d):
-        """Width of phi(x) for x of width d."""
+        """Width of phi(x) for x of width d: the number of rows that the memory will have."""
         if self.kind == "dpfp" and self.size > 2 * d - 1:
             raise FastWeightError(f"features is {self.name!r} for width {d}; expected NU of at most 2 * {d} - 1: "
                                   "rolling further repeats a product")  # fmt: skip
@@ -59,7 +71,14 @@ class FeatureMap(NamedTuple):
         return {"dpfp": 2 * d * self.size, "favor": 2 * self.size}.get(self.kind, d)
 
     def apply(self, x, xp, nn, *, norm="none", projection=None):
-        """phi(x), normalised, for x (..., d) -> (..., width(d)).  projection: (M, d), for favor alone."""
+        """phi(x), normalised: x (..., d) -> (..., width(d)).
+
+        Args:
+            x: float32 or wider.
+            xp, nn: the framework's array namespace and where its `relu` and `silu` live.
+            norm: how phi(x) is scaled, see `normalise`.
+            projection: (M, d) directions, for FAVOR+ alone.
+        """
         if norm not in NORMS:
             raise FastWeightError(f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}: a norm of "
                                   "features ('attention' and 'nlms' are norms of the layer)")  # fmt: skip
@@ -84,7 +103,15 @@ class FeatureMap(NamedTuple):
 
 
 def parse(name):
-    """The FeatureMap that `name` stands for; a FeatureMap is returned as it is, a function becomes one."""
+    """The FeatureMap that `name` stands for; a FeatureMap is returned as it is, a function becomes one.
+
+    >>> parse("elu+1").kind
+    'elu+1'
+    >>> parse("dpfp")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+      ...
+    fastweights.core.FastWeightError: features is 'dpfp'; expected 'identity', ..., 'dpfp-NU' ...
+    """
     if isinstance(name, FeatureMap):
         return name
     if callable(name):
@@ -124,11 +151,16 @@ def _silu(x, xp, nn, size):
 
 
 def _elu_plus_one(x, xp, nn, size):
+    """x + 1 above 0 and exp(x) below: positive everywhere, and smooth."""
     below = xp.where(x > 0, 0.0, x)  # exp never sees a large x: its infinity would poison the gradient
     return xp.where(x > 0, x + 1, xp.exp(below))
 
 
 def _dpfp(x, xp, nn, size):
+    """Products of u = [relu(x), relu(-x)] with itself rolled by 1, ..., NU, side by side.
+
+    Few of the products are not 0, and different x have different ones: keys that were close become nearly orthogonal.
+    """
     u = xp.concatenate([_relu(x, xp, nn, 0), _relu(-x, xp, nn, 0)], -1)
     return xp.concatenate([u * xp.roll(u, j, -1) for j in range(1, size + 1)], -1)
 
@@ -174,16 +206,17 @@ def normalise(x, norm, xp, nn, *, positive=False):
 def favor_projection(M, d, seed):
     """Random directions of FAVOR+, for `feature_map(x, "favor-M", projection=...)`.
 
+    FAVOR+ estimates the kernel of softmax attention, exp(q . k / sqrt(d)), by the product of features of q and of k
+    along random directions w. Orthogonal directions make the estimate less noisy than independent ones: rows are
+    orthogonal within blocks of d, and each is as long as a Gaussian vector of width d.
+
         >>> favor_projection(8, 4, seed=0).shape
         (8, 4)
-
-    Rows are orthogonal within blocks of d, and each is as long as a Gaussian vector of width d. The same seed gives the
-    same directions in every framework.
 
     Args:
         M: number of directions; features have width 2 M.
         d: width of queries and keys.
-        seed: of NumPy's generator.
+        seed: of NumPy's generator. The same seed gives the same directions in every framework.
 
     Returns:
         (M, d) NumPy float64.

@@ -48,16 +48,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, content: str) -> None:
+    """Write a text file that is whole or absent."""
     with replacing(path) as temporary:
         temporary.write_text(content)
 
 
 def write_json(path: Path, content: object) -> None:
+    """Write a JSON file that is whole or absent, one entry per line as far as it is nested once."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", about: dict[str, str]) -> None:
-    """A safetensors file with `about` as its metadata."""
+    """A safetensors file with `about` as its metadata, whole or absent. Tensors of any device become copies on the
+    CPU.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -70,7 +74,7 @@ def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", about: dict[str, 
 
 
 def read_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    """The tensors and the metadata of a safetensors file."""
+    """The tensors and the metadata of a safetensors file; FastWeightError says whether it is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

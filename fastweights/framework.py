@@ -1,4 +1,8 @@
-"""What a framework brings to the code that is written once: its array functions, and ours on its arrays."""
+"""What a framework brings to the code that is written once: its array functions, and ours on its arrays.
+
+The layers (attention.py, fwl.py, refresh.py) are written once, for all of PyTorch, JAX and Keras. Where these spell a
+function alike it is called through `xp`; where they do not, the record below has an entry for it.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,7 @@
-"""The words that arguments take, as types that every framework's signatures share."""
+"""The words that arguments take, as types that every framework's signatures share.
+
+A type checker then knows that rule="detla" is wrong. docs/glossary.md and `fast_weight` say what each word means.
+"""
 
 from typing import Literal
 

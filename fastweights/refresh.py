@@ -26,11 +26,22 @@ from fastweights.core import FastWeightError
 class RefreshState(NamedTuple):
     """What a refreshed Fast Weight Layer knows after some tokens; pass it on, save it, fork it.
 
-    dense1 (B, 1, D + 1, F), dense2 (B, 1, F + 1, size), norm (B, 1, 1, 2 size): the change of the weights that was
-        learned before the chunk that is being read.
-    pending (B, C, D), labels (B, C), shares (B, C): the tokens of that chunk, their labels, and their weights over the
-        normaliser, 0 where a label is not known yet.
-    waiting (B,): how many of the C there are.
+    B sequences, D the width of the body, F the hidden width, `size` that of the block, C = `refresh`.
+
+    Attributes:
+        dense1, dense2, norm: (B, 1, D + 1, F), (B, 1, F + 1, size) and (B, 1, 1, 2 size), the change of the weights
+            that was learned before the chunk that is being read. The added row is the bias.
+        pending: (B, C, D), the tokens of that chunk, as the body made them.
+        labels, shares: (B, C), their labels, and their weights over the normaliser, 0 where a label is not known yet.
+        waiting: (B,), how many of the C tokens there are.
+
+    Examples:
+        >>> import torch
+        >>> import fastweights.torch as fw
+        >>> block = fw.FWLBlock(4, vocab_size=10, inputs=4, refresh=3, normalizer=8.0)
+        >>> out = block.run(torch.randn(1, 5, 4), torch.randint(10, (1, 5)), torch.ones(1, 5))
+        >>> out.state.waiting.tolist()  # three tokens are learned, two wait for their chunk to be full
+        [2]
     """
 
     dense1: Any
@@ -160,6 +171,7 @@ def _sequences(ops, tokens, cu_seqlens, whole):
 
 
 def _laid_out(ops, held, new, index, valid):
+    """Tokens that waited (N, C, ...) and new ones (N, T, ...), in the order of `index`; 0 where not `valid`."""
     both = ops.xp.concatenate([ops.cast(held, new), new], 1)
     return _taken(ops, both, index) * ops.cast(_as_wide(valid, new), new)
 
@@ -171,10 +183,12 @@ def _picked(ops, y, at, length, unpack):
 
 
 def _taken(ops, y, index):
+    """y (N, L, ...) at index (N, M), along the tokens."""
     return ops.take(y, index if len(y.shape) == 2 else index[..., None], 1)
 
 
 def _as_wide(mask, y):
+    """A mask (N, L) with as many axes as y, so that the two multiply."""
     return mask if len(y.shape) == 2 else mask[..., None]
 
 

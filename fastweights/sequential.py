@@ -24,8 +24,14 @@ ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid")
 class RNNState(NamedTuple):
     """What a `FastWeightRNN` remembers: pass it to the next call, save it, fork it.
 
-    h (B, H): the hidden vector after the last token, H its width.
-    A (B, H, H): the fast weights, a decaying sum of outer products of past hidden vectors.
+    Attributes:
+        h: (B, H), the hidden vector after the last token, H its width.
+        A: (B, H, H), the fast weights, a decaying sum of outer products of past hidden vectors.
+
+    Examples:
+        >>> h, A = RNNState(h="hidden vector", A="fast weights")
+        >>> A
+        'fast weights'
     """
 
     h: Any
@@ -33,7 +39,17 @@ class RNNState(NamedTuple):
 
 
 def settle(b, recall, activation, inner_steps, norm):
-    """The inner loop: h from the boundary b (B, H).  recall(g) is A g;  norm is LN, or None."""
+    """The inner loop of `FastWeightRNN`: h (B, H) from b (B, H), which input and last hidden vector make.
+
+    The hidden vector is pulled towards past ones that it resembles, `inner_steps` times over.
+
+    Args:
+        b: (B, H), W h_{t-1} + C x_t + bias.
+        recall: recall(g) is A g, what the fast weights answer.
+        activation: f of the equation.
+        inner_steps: S of the equation.
+        norm: the layer norm LN, or None.
+    """
     g = activation(b)
     for _ in range(inner_steps):
         drive = b + recall(g)
@@ -42,7 +58,7 @@ def settle(b, recall, activation, inner_steps, norm):
 
 
 def layer_norm(x, weight, bias, xp):
-    """Over the last axis, as torch.nn.LayerNorm: the variance divides by n."""
+    """Layer norm over the last axis, as torch.nn.LayerNorm: the variance divides by n."""
     n = x.shape[-1]
     x = x - (xp.sum(x, -1) / n)[..., None]  # keras.ops.mean loses float64 on JAX
     return x / xp.sqrt(xp.sum(x * x, -1) / n + LAYER_NORM_EPS)[..., None] * weight + bias
@@ -54,11 +70,15 @@ def programmer_widths(inputs, outputs, width):
 
 
 def check_activation(name, extra=()):
+    """Raise FastWeightError unless `name` is a function or one of the activations that all frameworks have."""
     if not callable(name) and name not in (*ACTIVATIONS, *extra):
         raise FastWeightError(f"activation is {name!r}; expected {', '.join(map(repr, ACTIVATIONS))} or a function")
 
 
 def check_rates(decay, rate, inner_steps):
+    """Raise FastWeightError unless these can be the rates of a `FastWeightRNN`: 0 <= decay <= 1, rate and steps not
+    below 0.
+    """
     if not 0 <= decay <= 1:
         raise FastWeightError(f"decay is {decay}; expected a number in [0, 1]: the share of A kept per token")
     if inner_steps < 0:

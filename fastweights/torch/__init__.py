@@ -1,4 +1,13 @@
-"""Fast-weight memories for PyTorch: `import fastweights.torch as fw`."""
+"""Fast-weight memories for PyTorch: `import fastweights.torch as fw`.
+
+    memory           fast_weight, one function; FastWeightAttention, a layer around it, with PRESETS of published ones
+    before that      feature_map and favor_projection, what keys and queries pass through first
+    learning         FWLBlock, an output block that learns from the document it reads, with make_labels
+    without training NeuralCache, FeatureCache and DynamicEvaluation, for a language model that is trained already
+    classics         FastWeightRNN (2016) and FastWeightProgrammer (1992)
+
+Layers are batch first, take a state and return one, and never change the one they were given.
+"""
 
 from fastweights.attention import AttentionState
 from fastweights.attention_config import PRESETS

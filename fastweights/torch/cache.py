@@ -116,10 +116,15 @@ class NeuralCache:
 
     @property
     def experts(self) -> int:
+        """Number of predictions that are mixed: one per temperature and share, and the model alone."""
         return 1 + len(self.temperatures) * len(self.shares)
 
     def init_state(self, batch: int, width: int, *, device: Any = None, dtype: Any = None) -> CacheState:
-        """The empty cache of `batch` sequences with features of this width."""
+        """The empty cache of `batch` sequences with features of this width.
+
+        >>> NeuralCache().init_state(2, 8).keys.shape  # no keys yet, each as wide as the features
+        torch.Size([2, 0, 8])
+        """
         new = dict(device=device, dtype=dtype or torch.get_default_dtype())
         whole = dict(device=device, dtype=torch.long)
         return CacheState(torch.zeros(batch, 0, width, **new), torch.zeros(batch, 0, **whole),
@@ -261,6 +266,7 @@ class NeuralCache:
         out[into] = torch.logaddexp(out[into].to(extra.dtype), extra).to(out.dtype)
 
     def _state(self, state, x, sequences):
+        """The state to start from: the one given, once it is known to be this cache's, or an empty one."""
         wide = accumulation_dtype(x)
         if state is None:
             return self.init_state(sequences, x.shape[-1], device=x.device, dtype=wide)

@@ -18,10 +18,20 @@ EPS = 1e-12  # under the squared length of a feature vector
 class CacheState(NamedTuple):
     """What a `NeuralCache` holds after some tokens: pass it on, save it, fork it. Batch first in every field.
 
-    keys (B, m, D) unit vectors of the last m <= window tokens, the newest last; labels (B, m) the token that followed
-    each; filled (B,) how many of them are there, those at the end; scores (B, E) log likelihood of each expert so far.
-    waiting (B, D + 1), logits (B, V): in a stream, the last token's features with 1 after them (0 where there is no
-    token) and the model's logits, until its label is known; None in a text with known labels.
+    Attributes:
+        keys: (B, m, D) unit vectors of the last m <= window tokens, the newest last.
+        labels: (B, m) the token that followed each.
+        filled: (B,) how many of the m there are, those at the end.
+        scores: (B, E) log likelihood that each expert has given to the text so far, less that of the best.
+        waiting: (B, D + 1), in a stream, the last token's features until its label is known, with 1 after them (0 where
+            there is no token); None in a text with known labels.
+        logits: (B, V), in a stream, the model's logits at that token; None otherwise.
+
+    Examples:
+        >>> from fastweights.torch import NeuralCache
+        >>> _, state = NeuralCache(window=3).score(torch.randn(1, 5, 4), torch.arange(5)[None], torch.ones(1, 5))
+        >>> state.labels.tolist()  # of the last three tokens
+        [[2, 3, 4]]
     """
 
     keys: Tensor
@@ -211,14 +221,17 @@ def blocks(lengths):
 
 
 def unit(x):
+    """x / |x| over the last axis; a vector of zeros stays one."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 def log_sum(logits, dtype):
+    """Log of the summed exponentials of logits (..., V), in this dtype."""
     return torch.logsumexp(logits.to(dtype), -1)
 
 
 def check(x, others, cu_seqlens=None):
+    """Raise FastWeightError unless x is (B, T, D) and the others, {name: (value, expected shape)}, fit it."""
     if x.dim() != 3 or not x.is_floating_point():
         raise FastWeightError(f"x has shape {tuple(x.shape)} and dtype {x.dtype}; expected real features (B, T, D)")
     for name, (value, shape) in others.items():

@@ -58,7 +58,11 @@ class Decay:
 
 
 class ChannelReaders:
-    """Rows that read the memory, as `chunked.Readers`, through a decay per channel."""
+    """Rows that read the memory, as `chunked.Readers`, through a decay per channel.
+
+    raw, scaled, last, g: as there, g (rows, C, K);  levels: for blocks of 2, 4, ... tokens the decay from the writers
+    of the first halves to the boundary, and from there to these readers.
+    """
 
     def __init__(self, raw, last, g, levels):
         self.raw, self.last, self.g, self.levels = raw, last, g, levels

@@ -36,8 +36,12 @@ def chunk_size(inputs, spec):
 class Readers:
     """Rows that read the memory: queries, or the (erase) keys of the delta rule.
 
-    raw: as given;  last: the last token that reader i sees, counted from i. With decay, g: of what they read from
-    before the chunk, scaled: raw times g, and G: the decay from each token of the chunk to each reader.
+    Attributes:
+        raw: (rows, C, K), as given.
+        last: the last token that reader i sees, counted from i: 0 its own, -1 the one before.
+        g: with decay, (rows, C, 1), of what they read from before the chunk.
+        scaled: raw times g.
+        G: with decay, (rows, C, C), the decay from each token of the chunk to each reader.
     """
 
     def __init__(self, raw, last, log_read=None, log_g=None):
@@ -58,7 +62,13 @@ class Readers:
     def gradient(self, dread, e, S, w, dw, *, sign):
         """The gradient of readers, from the gradient dread of what they read.
 
-        What they read was written at the keys w, whose gradient dw grows by the readers' part of it, times sign.
+        Args:
+            dread: (rows, C, V).
+            e: (rows, C, V), the errors written in the chunk.
+            S: (rows, K, V), the memory before it.
+            w: (rows, C, K), the keys at which the errors were written.
+            dw: their gradient, which grows in place by what these readers read of them, times sign.
+            sign: 1 for queries; -1 for keys, whose reading is taken from the value.
         """
         P = self.past(torch.bmm(dread, e.mT))
         dw.baddbmm_(P.mT, self.raw, alpha=sign)
@@ -69,9 +79,14 @@ class Readers:
 class Segment:
     """The chunks of steps [a, b), packed, with everything that does not depend on the memory.
 
-    k: keys;  w: keys times beta;  w_end: these times the decay to_end from their token to the chunk's end;  g_end: the
-    decay of a whole chunk, (rows, 1, 1), or (rows, K, 1) by channel. Without rates or decay these are the same tensors
-    or None, and cost nothing.
+    Without rates or decay several of these are the same tensors or None, and cost nothing.
+
+    Attributes:
+        queries, keys: `Readers`, or `ChannelReaders` for a decay per channel.
+        k: (rows, C, K), the keys.
+        w: keys times beta, where errors are written.
+        w_end: w times the decay to_end from a token to the chunk's end.
+        g_end: the decay of a whole chunk, (rows, 1, 1), or (rows, K, 1) by channel.
     """
 
     def __init__(self, chunks, a, b, inputs, spec):
@@ -142,8 +157,10 @@ def saved_rows(saved, rows, delta):
 
 
 def forward(inputs, spec, layout):
-    """(o, final state, saved): A, what queries read of each error of their chunk; X, the inverses; e, the errors
-    written; S, the memory before each chunk. For the sum rule e is v, and neither it nor X is saved.
+    """(o, final state, saved), by segments of chunks.
+
+    Saved are A, what queries read of each error of their chunk; X, the inverses; e, the errors written; S, the memory
+    before each chunk. For the sum rule e is v, and neither it nor X is saved.
     """
     q, v, state = inputs.q, inputs.v, inputs.state
     C, H, K, V = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3]
@@ -172,7 +189,16 @@ def forward(inputs, spec, layout):
 def walk(counts, memory, S, read, y, X, e, segment):
     """Carry the memory over steps of `counts` rows: fill e = X (y - k memory), and S with the memory before each step.
 
-    Where S is not kept, `read` is filled with what queries read of it.
+    This is the one loop that cannot be parallel, so it holds nothing but products with the memory. Where S is not kept,
+    `read` is filled with what queries read of it.
+
+    Args:
+        counts: rows of each step.
+        memory: (rows of the longest step, K, V), changed in place.
+        S, read: where to put the memory before each step, or what queries read of it; the other is None.
+        y: values (rows, C, V), which become what is left of them once the keys have read.
+        X, e: inverses and where to put the errors; X is None for the sum rule.
+        segment: the readers and writing keys.
     """
     queries, keys = segment.queries.scaled.split(counts), segment.keys.scaled.split(counts)
     y, e, wT = (x.split(counts) for x in (y, e, segment.w_end.mT))
@@ -192,7 +218,11 @@ def walk(counts, memory, S, read, y, X, e, segment):
 
 
 def backward(do, dstate, inputs, saved, spec):
-    """Gradients as an Inputs, from what `forward` saved."""
+    """Gradients as an Inputs, from what `forward` saved and from the gradients do and dstate of its results.
+
+    Segments go in reverse. Within one, everything that does not need the memory's gradient is computed at once, and
+    only `walk_back` is sequential. docs/maths.md derives each product.
+    """
     q, v, state = inputs.q, inputs.v, inputs.state
     C, H, K, V, delta = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3], spec.delta
     chunks = Chunks(*q.shape[:3], C, inputs.cu_seqlens)
@@ -291,5 +321,5 @@ METHOD = add(Method("chunked", refuses, layout, saves, outside_autocast(forward)
 
 
 def run(inputs, spec, overwrite=False):
-    """(o, state) with the gradient attached."""
+    """(o, state) with the gradient attached. overwrite is for kernels: a state is never changed in place here."""
     return methods.run(METHOD, inputs, spec)

@@ -41,9 +41,18 @@ def rows(E: Tensor, c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def score(
     n: Tensor, words: Tensor, c: Tensor, labels: Tensor, of_loss: Tensor, *, gradient: bool, learn: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(log sum exp z (N,), dn, dwords, dc): gradients of sum(of_loss * loss), those asked for.
+    """Log sums of the logits and gradients of sum(of_loss * loss), a block of tokens at a time.
 
-    gradient: at n, in the dtype of n;  learn: of words and c too, in float32 or wider.
+    Args:
+        n: (N, size) features.
+        words, c: (V, size) and (V,), the output embedding and its bias.
+        labels: (N,).
+        of_loss: (N,) in float32 or wider, how much each token's loss counts.
+        gradient: whether dn is wanted.
+        learn: whether dwords and dc are wanted too.
+
+    Returns:
+        log sum exp z (N,); dn like n; dwords and dc in float32 or wider. None for what was not asked for.
     """
     log_sum = torch.empty_like(of_loss)
     dn = torch.empty_like(n) if gradient else None
@@ -71,7 +80,14 @@ def score_backward(
     n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor, r: Tensor | None,
     of_loss: Tensor | None, of_r: Tensor | None, dwords: Tensor, dc: Tensor,
 ) -> Tensor:  # fmt: skip
-    """dn (N, size) in float32 or wider, and the gradients of words and c added to dwords and dc, in place."""
+    """Back through (loss, r): dn (N, size) in float32 or wider; those of words and c are added to dwords and dc.
+
+    Args:
+        n, words, c, labels: as for `score`.
+        log_sum, r: what it returned.
+        of_loss, of_r: gradients of the loss (N,) and of r (N, size); None where there is none.
+        dwords, dc: grow in place.
+    """
     wide, N, both = log_sum.dtype, len(n), n
     offset = of_loss = torch.zeros_like(log_sum) if of_loss is None else of_loss.to(wide).contiguous()
     if of_r is not None and r is not None:
@@ -143,6 +159,7 @@ def _at_label(n, words, labels, *, r=None, c=None):
 
 
 def _log_sum(z, out):
+    """Log of the summed exponentials of each row of z, into `out`."""
     if on_gpu(z):
         from fastweights.torch.kernels import cross_entropy as kernels
 
@@ -179,6 +196,7 @@ def _gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
 
 @cache
 def _triton() -> bool:
+    """Whether Triton is installed, asked once."""
     return find_spec("triton") is not None
 
 
@@ -208,6 +226,7 @@ def scored(
 
 
 def _ready(n: Tensor, E: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The output embedding as `rows`, in the dtype that a product with n has here."""
     return rows(E, c, autocast_dtype(n) or n.dtype)
 
 
@@ -219,5 +238,5 @@ def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
-    """Loss (...) per token."""
+    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...)."""
     return scored(n, *_ready(n, E, c), labels, gradient=False)[0]

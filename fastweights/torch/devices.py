@@ -27,6 +27,11 @@ def watch_memory(device: torch.device) -> Callable[[], int | None]:
     """Start to watch; what is returned tells the most bytes held at once since then, beyond those held now.
 
     On a GPU those of tensors; on Linux those of the whole process; elsewhere None.
+
+        >>> peak = watch_memory(torch.device("cpu"))
+        >>> _ = torch.ones(2**18)
+        >>> peak() is None or peak() >= 0
+        True
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -43,6 +48,9 @@ def watch_memory(device: torch.device) -> Callable[[], int | None]:
 
 
 def _resident(name: str) -> int:
+    """A line of /proc/self/status, in bytes: VmRSS is what the process holds now, VmHWM the most since the mark was
+    reset.
+    """
     found = re.search(rf"{name}:\s+(\d+) kB", (PROCESS / "status").read_text())
     assert found is not None
     return 1024 * int(found[1])

@@ -50,17 +50,24 @@ def call_model(model: nn.Module, tokens: Tensor, state: Any) -> tuple[Tensor, An
 
 @dataclass(frozen=True)
 class DynamicResult:
-    """losses (B, T - 1): of every token but the first, in nats, before the model learned from it.  seconds: taken."""
+    """What `DynamicEvaluation.run` returns.
+
+    Attributes:
+        losses: (B, T - 1) of every token but the first, in nats, before the model learned from it.
+        seconds: taken.
+    """
 
     losses: Tensor
     seconds: float
 
     @property
     def mean(self) -> float:
+        """Mean loss per token, in nats."""
         return float(self.losses.mean())
 
     @property
     def perplexity(self) -> float:
+        """exp of the mean loss: among how many tokens, equally likely, the model chooses on average."""
         return math.exp(self.mean)
 
 
@@ -83,7 +90,14 @@ class GradientStatistics(dict[str, Tensor]):
     def collect(
         cls, model: nn.Module, data: Iterable[Tensor], *, call: Call = call_model, progress: bool = False
     ) -> "GradientStatistics":
-        """Over batches of training tokens (B, T), with the model in evaluation mode."""
+        """Over batches of training tokens (B, T), with the model in evaluation mode.
+
+        Args:
+            model: a language model, as for `DynamicEvaluation`.
+            data: batches; a few dozen are enough.
+            call: how to call an unusual model.
+            progress: show a bar.
+        """
         found, training = cls(), model.training
         model.eval()
         try:
@@ -122,7 +136,14 @@ class GradientStatistics(dict[str, Tensor]):
 
 
 class DynamicEvaluation:
-    """Score text while learning from it; the model is as before when the block ends.
+    r"""Score text while learning from it; the model is as before when the block ends.
+
+    The text is cut into segments. Each is scored, then a gradient step is taken on its loss, so no score has seen its
+    own token. With the trained weights theta_0 and the segment's gradient g, rule "sgd" is
+
+    $$ \theta \leftarrow \theta - \mathrm{lr}\, g + \mathrm{decay}\, (\theta_0 - \theta) $$
+
+    and the other two divide g by how large each weight's gradients were in training.
 
         >>> model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
         >>> with DynamicEvaluation(model, rule="sgd", lr=0.5) as dynamic:
@@ -191,7 +212,9 @@ class DynamicEvaluation:
 
     @classmethod
     def preset(cls, name: str, model: nn.Module, **changes: Any) -> "DynamicEvaluation":
-        """The settings of a published experiment, such as "awd-lstm-ptb" or "transformer-xl-enwik8"."""
+        """The settings of a published experiment, such as "awd-lstm-ptb" or "transformer-xl-enwik8", with `changes`
+        to them.
+        """
         if name not in PRESETS:
             raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
         return cls(model, **(PRESETS[name] | changes))
@@ -264,6 +287,9 @@ class DynamicEvaluation:
         return mixed
 
     def _learn(self, loss):
+        """One step on the mean loss of a segment: the gradient, clipped and divided as the rule says, then the pull
+        back.
+        """
         grads = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
         with torch.no_grad():
             shrink: Any = 1.0

@@ -29,7 +29,14 @@ SPAN = 256  # tokens at a time: their answers (SPAN, H, V + 1) are held
 class FeatureCacheState(NamedTuple):
     """What a `FeatureCache` knows; of one size for a text of any length. Batch first in every field.
 
-    memory (B, H, K, V + 1): S of each decay and z beside it;  scores (B, E);  waiting, logits: as in `CacheState`.
+    Attributes:
+        memory: (B, H, K, V + 1), for each of H decays the matrix S, and the sum z beside it as one more column.
+        scores: (B, E) log likelihood that each expert has given to the text so far, less that of the best.
+        waiting, logits: as in `CacheState`.
+
+    Examples:
+        >>> FeatureCache(256, features="relu").init_state(1, 16).memory.shape  # 256 tokens, features of width 16
+        torch.Size([1, 4, 16, 257])
     """
 
     memory: Tensor
@@ -39,7 +46,15 @@ class FeatureCacheState(NamedTuple):
 
 
 class FeatureCache:
-    """Predict the tokens that followed similar features, from a memory of constant size; nothing to tune.
+    r"""Predict the tokens that followed similar features, from a memory of constant size; nothing to tune.
+
+    It is a `fast_weight` memory per decay a, whose keys are the features phi(x) and whose values are the next tokens:
+
+    $$ S_t = a S_{t-1} + \phi(x_t) [y_t]^\top, \qquad z_t = a z_{t-1} + \phi(x_t), \qquad
+       p_a(y) = \frac{S_{t-1}^\top \phi(x_t)}{z_{t-1}^\top \phi(x_t)} $$
+
+    Every pair of a decay and a share makes its own mixture with the model's prediction, and these are weighed by the
+    likelihood that they have given to the text so far, as in `NeuralCache`.
 
         >>> cache = FeatureCache(4, features="relu")
         >>> x, labels = torch.eye(4).repeat(1, 3, 1), torch.arange(4).repeat(1, 3)
@@ -152,6 +167,7 @@ class FeatureCache:
         return fast_weight(phi, phi, v, log_decay=log_decay, rule="sum", read="before", state=memory, mask=real)
 
     def _relative(self, answers, labels, own, known):
+        """log p_e(y) - log p(y) of every expert, (R, L, E), from the memory's answers and the model's own losses."""
         total = answers[..., -1]
         tiny = torch.finfo(total.dtype).tiny
         hits = torch.take_along_dim(answers, labels[..., None, None], -1)[..., 0]
@@ -171,6 +187,7 @@ class FeatureCache:
         out[row, to] = torch.logaddexp(out[row, to].to(extra.dtype), extra).to(out.dtype)
 
     def _state(self, state, x, sequences):
+        """The state to start from: the one given, once its shape is known to be right, or an empty one."""
         wanted = self.init_state(sequences, x.shape[-1], device=x.device, dtype=accumulation_dtype(x))
         if state is None:
             return wanted

@@ -24,11 +24,13 @@ def _array(numbers: tuple[float, ...], like: Tensor) -> Tensor:
 
 @cache
 def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """numbers as a tensor that stays, made outside of inference mode so that every later call may use it."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _cross_entropy(logits, labels):
+    """Loss (...) per token of logits (..., V), in float32 or wider."""
     flat = scored(wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)
 

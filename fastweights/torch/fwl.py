@@ -122,13 +122,21 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                 nn.init.constant_(p, constants.get(name, 0.0))
 
     def initialize_parameters(self, x, *args, **how):
+        """Make the first layer's weight as wide as x, at the first call (PyTorch's lazy modules call this hook)."""
         if self.has_uninitialized_params():
             with torch.no_grad():
                 self.dense1.materialize((x.shape[-1], self.config.hidden_width))
                 nn.init.normal_(self.dense1, std=x.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
+        """Fast logits (B, T, V), in parallel over tokens: what training and scoring a whole text need.
+
+        Args:
+            x: (B, T, D), output of a causal body.
+            labels: (B, T) next tokens, or one-hot (B, T, V); what a token's loss is measured against after it was
+                answered.
+            weights: (B, T), 0 where a token has no label; `make_labels` makes both.
+        """
         return self.run(x, labels, weights).logits
 
     def run(
@@ -145,12 +153,25 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
-        previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
-            first, with weight 1. When absent, it is forgotten: give known labels their weight.
-        cu_seqlens: documents packed into one row.
-        logits: False leaves them None and holds a block of the vocabulary at a time.
-        slow: False leaves slow_loss None where a refreshed block does not need it.
+        Args:
+            x, labels, weights: as for `forward`.
+            state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
+            previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
+                first, with weight 1. When absent, it is forgotten: give known labels their weight.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+            logits: False leaves them None and holds a block of the vocabulary at a time.
+            slow: False leaves slow_loss None where a refreshed block does not need it.
+
+        Returns:
+            An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
+
+        Examples:
+            >>> block = FWLBlock(8, vocab_size=20, inputs=8, normalizer=16.0)
+            >>> tokens, x = torch.randint(20, (1, 6)), torch.randn(1, 6, 8)
+            >>> out = block.run(x, *make_labels(tokens))
+            >>> out.logits.shape, out.loss.shape, out.state.dense1.shape
+            (torch.Size([1, 6, 20]), torch.Size([1, 6]), torch.Size([1, 1, 9, 32]))
+            >>> more = block.run(x, *make_labels(tokens), out.state, previous_label=tokens[:, 0])  # it goes on
         """
         self._know_inputs(x)
         labels = self._checked(x, labels, weights)
@@ -196,7 +217,9 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return plain and not weights.requires_grad and not transformed
 
     def slow_logits(self, x: Tensor) -> Tensor:
-        """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document."""
+        """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document. x is (B, T,
+        D).
+        """
         self._know_inputs(x)
         p = self._weights()
         return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
@@ -208,7 +231,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return OPS.loss(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"], p["unembed_bias"], labels)
 
     def init_state(self, batch: int) -> Any:
-        """The state before the first token, for `step`."""
+        """The state before the first token of `batch` sequences, for `step`: nothing learned, nothing waiting."""
         if self.has_uninitialized_params():
             raise FastWeightError(
                 "inputs is not known yet; expected FWLBlock(..., inputs=D) or one call before init_state"
@@ -225,9 +248,22 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def step(
         self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Logits (B, V) and the state for the next token x (B, D).
+        """Logits (B, V) and the state for the next token x (B, D): a stream, token by token.
 
-        previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
+        A stream does not know how many tokens it will have, so `normalizer` must be a number.
+
+        Args:
+            x: (B, D).
+            previous_label: (B,) label of the token before x, learned from now; None at the first token.
+            state: what the last call returned, or `init_state(B)`.
+            weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
+
+        Examples:
+            >>> block = FWLBlock(8, vocab_size=20, inputs=8, normalizer=16.0)
+            >>> state, label = block.init_state(1), None
+            >>> for _ in range(3):
+            ...     logits, state = block.step(torch.randn(1, 8), label, state)
+            ...     label = logits.argmax(-1)  # the next token is known now, and will be learned with the next call
         """
         if isinstance(self.config.normalizer, str):
             raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
@@ -262,11 +298,16 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         self.steps.copy_(steps.log() if self.config.log_steps else steps)
 
     def step_sizes(self) -> dict[str, float]:
-        """The steps by name, as they are now."""
+        """The steps by name, as they are now.
+
+        >>> FWLBlock(8, vocab_size=20, step_size=0.5).step_sizes()["dense1"]
+        0.5
+        """
         steps = self.steps.detach().exp() if self.config.log_steps else self.steps.detach()
         return dict(zip(fwl.STEPS, steps.tolist(), strict=True))
 
     def _refreshed_step(self, x, previous_label, state, weight):
+        """`step` of a refreshed block: x joins the tokens that wait, and a full chunk of them is learned."""
         if previous_label is not None:
             weight = torch.ones_like(previous_label) if weight is None else weight
             state = labelled(self.config, OPS, state, previous_label, weight)
@@ -276,10 +317,12 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return out.logits[:, 0], out.state
 
     def _check_state(self, state, sequences):
+        """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
         check = fwl.check_state if self.config.refresh is None else check_state
         check(self.config, state, sequences, self.dense1.shape[0])
 
     def _weights(self):
+        """Parameters by the names of fwl.py: the output embedding as (size, V), zeros for a bias that is absent."""
         p = dict(self.named_parameters(recurse=False))
         p["unembed"] = self.unembed.mT if self.tied else self.unembed
         if self.unembed_bias is None:
@@ -296,6 +339,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights)
 
     def _in_vocabulary(self, labels, weights):
+        """labels as int64; where looking costs no wait for a GPU, labels and weights are held to their range first."""
         if not torch.compiler.is_compiling() and labels.numel() and (not labels.is_cuda or debugging()):
             low, high = torch.aminmax(labels)
             bad = weights[~((weights >= 0) & weights.isfinite())]
@@ -309,13 +353,19 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 def make_labels(
     tokens: Tensor, pad_id: int | None = None, *, cu_seqlens: Tensor | None = None, dtype: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Next-token labels (B, T) and weights (B, T) for tokens (B, T).
+    """Next-token labels (B, T) and weights (B, T) for tokens (B, T): what `FWLBlock` learns from.
 
         >>> labels, weights = make_labels(torch.tensor([[5, 6, 7, 0]]), pad_id=0)
         >>> labels.tolist(), weights.tolist()
         ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
 
     Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+
+    Args:
+        tokens: (B, T) whole numbers.
+        pad_id: the token that stands for padding, if there is one.
+        cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+        dtype: of the weights.
     """
     labels = torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1)
     weights = torch.ones(tokens.shape, dtype=dtype or torch.get_default_dtype(), device=tokens.device)

@@ -30,20 +30,31 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, B: int, T: int, C: int) -> "Shape":
+        """Chunks of at most about C tokens, alike in length and a multiple of 8, as matrix units want them."""
         n = max(1, -(-T // C))
         C = max(1, -(-T // n))
         return cls(B, n, C + -C % 8)
 
     @property
     def length(self) -> int:
+        """Tokens of a sequence with its padding."""
         return self.n * self.C
 
     def chunks(self, x: Tensor) -> Tensor:
+        """Rows (B * length, width) as chunks (B * n, C, width), a view."""
         return x.view(self.B * self.n, self.C, x.shape[-1])
 
 
 def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -> Tensor:
-    """The mean loss for parameters p, x (B, T, D), labels, weights and share = weights / normaliser, all (B, T)."""
+    """The mean loss of a plain Fast Weight Layer.
+
+    Args:
+        config: an `FWLConfig`.
+        p: its parameters by name.
+        x: (B, T, D).
+        labels, weights: (B, T).
+        share: (B, T), weights over the normaliser: how much of a token's gradient is learned.
+    """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p["dense1"].dtype
     steps = p["steps"]
@@ -66,7 +77,11 @@ def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -
 
 
 class Loss(torch.autograd.Function):
-    """See above."""
+    """Forward and backward of the equations above as one autograd function.
+
+    The forward runs the slow pass, its gradient and the fast pass, keeps what the backward names, and scores the fast
+    features; the gradient of the score itself is made while its logits are there.
+    """
 
     @staticmethod
     def forward(ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype,
@@ -116,6 +131,11 @@ class Loss(torch.autograd.Function):
 
 
 def _backward(ctx, of):
+    """Gradients of everything that `Loss.forward` was given, from the gradient `of` of the mean loss.
+
+    In three parts, in reverse: the fast pass; the slow gradients, which were the values that the fast pass read (these
+    are the second-order part, which `first_order` leaves out); and the slow pass itself.
+    """
     (x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share, g2, u, v1, A1, S1, h_fast,
      a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast, of_features, dwords, dc, total, e,
      ones) = ctx.saved_tensors  # fmt: skip
@@ -178,7 +198,7 @@ def read_before(shape: Shape, passes: Any, q: Tensor, k: Tensor, v: Tensor) -> t
 
 
 def read_before_backward(shape, passes, do, q, k, v, A, S):
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v, from the gradient do of what `read_before` returned and from A and S that it kept."""
     rows = len(q)
     do, q, k, v = (shape.chunks(x) for x in (do, q, k, v))
     P = torch.bmm(do, v.mT).tril_(-1)

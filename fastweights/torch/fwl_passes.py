@@ -98,7 +98,11 @@ def slow_second(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Back through `slow_gradient`: (of_r, of_xhat, of_std (N,), of_scale per token); of_e[2:] go into dots (N, 6).
 
-    of_g: of g2 as the first layer's gradient is made of it;  of_v: of its second result;  within, after: of its third.
+    Args:
+        of_g: (N, size), gradient of g2 through the first layer, whose own gradient is g2 W2^T gated by h.
+        of_v: (N, size), gradient of -e_2 g2, the values of the second layer's memory.
+        within, after: gradients of the three changes side by side, summed within chunks and over all later chunks.
+        r, share, xhat, rstd, g, scale, e: what `slow_gradient` was given and returned.
     """
     added, xhat, dn, g, of_v = _joined(within, after), wide(xhat), wide(r) * share[:, None], wide(g), wide(of_v)
     mean = lambda y: y.mean(1, keepdim=True)  # noqa: E731
@@ -122,12 +126,14 @@ def slow_backward(
 
 
 def _standardise(y, eps):
+    """(xhat, 1 / std) of rows y: mean 0 and variance 1 over the last axis."""
     y = y - y.mean(1, keepdim=True)
     rstd = torch.rsqrt((y * y).mean(1, keepdim=True) + eps)
     return y * rstd, rstd
 
 
 def _back(of_xhat, xhat, rstd):
+    """The gradient at y of a layer norm without scale and shift, from the gradient at its output xhat."""
     return (of_xhat - of_xhat.mean(1, keepdim=True) - xhat * (of_xhat * xhat).mean(1, keepdim=True)) * rstd
 
 
@@ -138,4 +144,5 @@ def _joined(within, chunks):
 
 
 def _key_steps(e, D, width):
+    """(width,): what the rows [x, 1, 0 ...] are multiplied with to be keys: e_0 for x, e_1 for the 1."""
     return torch.cat([e[:1].expand(D), e[1:2], e.new_zeros(width - D - 1)])

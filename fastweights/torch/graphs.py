@@ -15,7 +15,10 @@ Call = Callable[..., tuple[Tensor, ...]]
 
 
 class Graph(NamedTuple):
-    """A captured call: copy into `inputs`, replay, copy from `outputs`."""
+    """A captured call: copy into `inputs`, replay, copy from `outputs`.
+
+    A graph knows addresses, not values, so these tensors stay where they are as long as it lives.
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -70,6 +73,7 @@ def why_not(key: Hashable, inputs: tuple[Tensor, ...]) -> str | None:
 
 
 def _remember(key, found):
+    """Note what is known of a key, and let go of the least recently used graphs and keys beyond the limits."""
     _known[key] = found
     _known.move_to_end(key)
     graphs = [k for k, known in _known.items() if isinstance(known, Graph)]
@@ -78,6 +82,11 @@ def _remember(key, found):
 
 
 def _capture(f, inputs) -> Graph | str:
+    """f as a graph on copies of the inputs, or why it cannot be one.
+
+    f runs once on another stream first: kernels are compiled then, and libraries make their workspaces, neither of
+    which may happen while a graph is recorded.
+    """
     with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
         own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
         stream = torch.cuda.Stream()

@@ -29,6 +29,7 @@ class Weights(NamedTuple):
     shift: Tensor
 
     def rows(self, a: int, b: int) -> "Weights":
+        """Those of sequences a to b, as views: what is written into them is written here."""
         return Weights(*(w[a:b] for w in self))
 
 
@@ -105,6 +106,11 @@ def losses(
 
 
 def _forward(config, W, x):
+    """Slow pass of tokens x (N, T, D) at the weights W of each sequence: (r, a, y, xhat, mean, rstd, n).
+
+    r = relu(h) and a = r^2 of the first layer, y the second layer's output, xhat, mean and rstd of its norm, n the
+    features.
+    """
     r = torch.baddbmm(W.bias1, x, W.dense1).relu_()
     a = r * r
     y = torch.baddbmm(W.bias2, a, W.dense2)
@@ -168,6 +174,9 @@ def _parts(config, learned, D):
 
 
 def _steps(config, steps):
+    """The six steps as they are used: out of their logarithms, 0 for biases that do not learn, one for both of the
+    norm.
+    """
     steps = steps.exp() if config.log_steps else steps
     keep = torch.ones_like(steps)
     if not config.fast_bias:
@@ -177,5 +186,6 @@ def _steps(config, steps):
 
 
 def _clipped(g, most):
+    """g with every token's vector at most `most` long."""
     length = g.square().sum(-1, keepdim=True).add_(1e-24).sqrt_()
     return g * (most / length).clamp_(max=1.0)

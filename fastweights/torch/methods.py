@@ -24,12 +24,14 @@ GIVEN = ARRAYS + 1  # arrays of Inputs that methods see: the differentiable ones
 class Method(NamedTuple):
     """How to compute o and the final state of an Inputs (mask applied) for a Spec.
 
-    refuses(inputs, spec): why it cannot, or None.
-    layout(inputs, spec): a number above 0 that says how the forward pass shall arrange what it saves.
-    saves(inputs, spec, layout): shapes and dtypes of what it then saves, from shapes alone.
-    forward(inputs, spec, layout): (o, state, saved); layout 0: nothing is saved.
-    backward(do, dstate, inputs, saved, spec): gradients as an Inputs; dstate may be None.
-    maps(inputs, spec): whether it maps q and k itself, as spec.features and spec.norm say.
+    Attributes:
+        name: of its operator, fastweights::NAME.
+        refuses: refuses(inputs, spec), why it cannot, or None.
+        layout: layout(inputs, spec), a number above 0 that says how the forward pass shall arrange what it saves.
+        saves: saves(inputs, spec, layout), shapes and dtypes of what it then saves, from shapes alone.
+        forward: forward(inputs, spec, layout) is (o, state, saved); layout 0: nothing is saved.
+        backward: backward(do, dstate, inputs, saved, spec), gradients as an Inputs; dstate may be None.
+        maps: maps(inputs, spec), whether it maps q and k itself, as spec.features and spec.norm say.
     """
 
     name: str
@@ -55,7 +57,14 @@ _specs: dict[str, Spec] = {}
 
 
 def register(name: str, schema: str, run: Callable, fake: Callable) -> Any:
-    """run as the operator fastweights::name. `torch.library.custom_op` would add 0.1 ms to every call."""
+    """run as the operator fastweights::name. `torch.library.custom_op` would add 0.1 ms to every call.
+
+    Args:
+        name: after "fastweights::".
+        schema: types of arguments and results, as torch.library writes them.
+        run: what it does.
+        fake: the same for tensors without values, for compilers: empty tensors of the right shapes.
+    """
     library.define(name + schema)
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastweights::{name}", fake, lib=library)
@@ -68,7 +77,10 @@ def register_typed(run: Callable, fake: Callable, changes: tuple[str, ...] = ())
 
 
 def add(method: Method) -> Method:
-    """Register the operators fastweights::NAME and fastweights::NAME_backward of a method."""
+    """Register the operators fastweights::NAME and fastweights::NAME_backward of a method.
+
+    Arrays go in as one list and the Spec as text, since the schema of an operator knows no tuples of ours.
+    """
 
     def forward(inputs, spec, layout):
         o, state, saved = method.forward(Inputs(*inputs), of_text(spec), layout)
@@ -108,7 +120,11 @@ def add(method: Method) -> Method:
 
 
 def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
-    """(o, state) by a method that was added, with its gradient where one may be asked for."""
+    """(o, state) by a method that was added, with its gradient where one may be asked for.
+
+    Three ways, from cheap to general: the method's own function where nobody differentiates or traces; the registered
+    operator where a compiler looks on without gradients; an autograd function around either otherwise.
+    """
     gradient, watched = needs_gradient(inputs), is_watched()
     if not gradient and not watched:
         o, state, _ = method.forward(inputs, spec, 0)
@@ -149,6 +165,7 @@ def of_text(text):
 
 
 def _backward(method, do, dstate, inputs, saved, spec):
+    """The method's gradients; where nothing was saved, its forward pass is run again first."""
     if not saved:  # a transform hid that a gradient would be asked for
         saved = method.forward(inputs, spec, method.layout(inputs, spec))[2]
     return method.backward(do, dstate, inputs, saved, spec)
@@ -164,7 +181,10 @@ def _operator(name, which, *tensors):
 
 
 class FastWeight(torch.autograd.Function):
-    """A method with its gradient: (o, state, *saved)."""
+    """A method with its gradient: (o, state, *saved).
+
+    `vmap` has its rule here too: the mapped axis joins the batch, which changes no result.
+    """
 
     @staticmethod
     def forward(name, spec, layout, *arrays):
@@ -262,7 +282,10 @@ def _fold(call, n, in_dims, arrays):
 
 
 def plain(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
-    """(o, state) in differentiable operators, chunk after chunk: what second derivatives go through."""
+    """(o, state) in differentiable operators, chunk after chunk: what second derivatives go through.
+
+    Slower than a method and heavier on memory, but autograd can differentiate it as often as it likes.
+    """
     if spec.maps:
         q, k = (map_plainly(x, spec) for x in (inputs.q, inputs.k))
         inputs, spec = inputs._replace(q=q, k=k), spec.without_maps()

@@ -16,11 +16,22 @@ from fastweights.torch.framework import OPS
 
 
 class FastWeightAttention(nn.Module):
-    """A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+    r"""A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+
+    It takes the place of self-attention in a block: the input is projected to queries, keys and values, every head
+    keeps a memory S, and each token writes into it and reads from it,
+
+    $$ S_t = a_t S_{t-1} + \beta_t \phi(k_t) (v_t - d\, (a_t S_{t-1})^\top \phi(k_t))^\top,
+       \qquad o_t = S_t^\top \phi(q_t) $$
+
+    with d = 1 for the delta rule and d = 0 for the sum. The outputs of all heads are normalised, gated where asked for,
+    and projected back to `dim`. Time is linear in the number of tokens; the state does not grow with them.
 
         >>> layer = FastWeightAttention(64, heads=4)
         >>> y, state = layer(torch.randn(2, 10, 64))         # (B, T, dim) -> (B, T, dim)
         >>> y, state = layer(torch.randn(2, 1, 64), state)   # go on where it stopped
+        >>> y.shape, state.memory.shape                      # the memory is (B, heads, key width, value width)
+        (torch.Size([2, 1, 64]), torch.Size([2, 4, 16, 16]))
 
     Args:
         dim: width of the input and output.
@@ -40,15 +51,17 @@ class FastWeightAttention(nn.Module):
         decay: "learned" per token and head (Gated DeltaNet), "channel" per key channel too (Kimi Delta Attention),
             "gla" (a root of a sigmoid per key channel), "rwkv-7" (never below 0.54), "retnet", a share kept per token,
             one for each head, or None.
-        decay_rank: numbers of a token that the decays of its channels are made of; the key width, or 16 for "gla".
-        erase: learn, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal", a
-            write of its own that takes away what a removal key retrieves (RWKV-7).
+        decay_rank: width of the vector from which a token's decays per channel are projected; the key width when
+            absent, or 16 for "gla".
+        erase: True learns, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal"
+            adds a write of its own that takes away what a removal key retrieves (RWKV-7).
         conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
         gate: multiply the output by SiLU of a projection of the input; "sigmoid", by that instead.
         out_norm: RMS norm over each head's output.
         seed: of FAVOR+'s random directions.
         redraw: in training, draw FAVOR+'s directions anew at each call; evaluation keeps the last ones.
         method, chunk_size: as for `fast_weight`.
+        device, dtype: of the parameters, as for any module of PyTorch.
     """
 
     in_proj: nn.Linear
@@ -105,7 +118,11 @@ class FastWeightAttention(nn.Module):
         self._reset_own()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights anew; FAVOR+'s directions are those of the seed."""
+        """Draw the initial weights anew; FAVOR+'s directions are those of the seed.
+
+        Projections and the convolution are uniform up to 1 / sqrt(in), as in `torch.nn.Linear`; a learned decay starts
+        so that heads forget at different speeds, most of them slowly.
+        """
         for projection in (self.in_proj, self.out_proj):
             projection.reset_parameters()
         self._reset_own()
@@ -128,9 +145,20 @@ class FastWeightAttention(nn.Module):
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
-        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`.
+        """The layer of a published model, with `changes` to its arguments.
 
-        name: one of `PRESETS`, whose values are the arguments; `changes` go first.
+        Args:
+            name: one of `PRESETS`, whose values are the arguments, or a shorter name of it.
+            dim, heads: as for the class.
+            changes: arguments that are to differ from the published ones.
+
+        Examples:
+            >>> FastWeightAttention.preset("delta-network", dim=32, heads=2, out_norm=True)
+            FastWeightAttention(
+              32, heads=2, features='dpfp-3', rule='delta', norm='sum'
+              (in_proj): Linear(in_features=32, out_features=98, bias=False)
+              (out_proj): Linear(in_features=32, out_features=32, bias=False)
+            )
         """
         return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
@@ -142,13 +170,27 @@ class FastWeightAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """Read x (B, T, dim), token by token in effect; returns y (B, T, dim) and the state after the last token.
+        """Read x and return what each token read from the memory, and the state after the last token.
+
+        Outputs are those of reading token by token, however the call computes them, so a text may be cut anywhere: the
+        state of one call is the start of the next.
 
         Args:
             x: (B, T, dim), or (1, T, dim) with `cu_seqlens`.
-            state: what an earlier call returned; an empty memory when absent.
+            state: what an earlier call returned; an empty memory when absent. It is not changed.
             cu_seqlens: (N + 1,) offsets of N texts packed into one row; each has its own state.
             mask: (B, T) bool, False for padding, which neither writes nor reads.
+
+        Returns:
+            y (B, T, dim) in the dtype of x, and an `AttentionState` of B texts (N where they are packed).
+
+        Examples:
+            >>> layer, x = FastWeightAttention(8, heads=2), torch.randn(1, 6, 8)
+            >>> whole, _ = layer(x)
+            >>> first, state = layer(x[:, :4])
+            >>> rest, _ = layer(x[:, 4:], state)
+            >>> torch.allclose(whole, torch.cat([first, rest], 1), atol=1e-5)
+            True
         """
         if self.redraw and self.training and self.projection is not None:
             self.draw()
@@ -158,12 +200,32 @@ class FastWeightAttention(nn.Module):
         )  # fmt: skip
 
     def step(self, x: Tensor, state: AttentionState | None = None) -> tuple[Tensor, AttentionState]:
-        """One token: x (B, dim) -> y (B, dim) and the state."""
+        """One token: x (B, dim) -> y (B, dim) and the state, as generation needs it.
+
+        Examples:
+            >>> layer = FastWeightAttention(8, heads=2)
+            >>> state = None
+            >>> for x in torch.randn(3, 1, 8):  # three tokens of one text
+            ...     y, state = layer.step(x, state)
+            >>> y.shape
+            torch.Size([1, 8])
+        """
         y, state = self(x[:, None], state)
         return y[:, 0], state
 
     def init_state(self, batch: int, *, device: Any = None, dtype: Any = None) -> AttentionState:
-        """The state that None stands for.  device, dtype: of the input; those of the weights when absent."""
+        """The empty state that None stands for, as tensors: for CUDA graphs and servers, which need it allocated first.
+
+        Args:
+            batch: number of texts, B.
+            device, dtype: of the input that will come; those of the weights when absent. The memory is float32 or
+                wider.
+
+        Examples:
+            >>> state = FastWeightAttention(8, heads=2, conv=4).init_state(3)
+            >>> state.memory.shape, state.conv.shape, state.z
+            (torch.Size([3, 2, 4, 4]), torch.Size([3, 3, 24]), None)
+        """
         c, weight = self.config, next(self.parameters())
         device = weight.device if device is None else device
         dtype = weight.dtype if dtype is None else dtype
@@ -176,7 +238,11 @@ class FastWeightAttention(nn.Module):
 
     @torch.no_grad()
     def draw(self) -> None:
-        """Draw FAVOR+'s directions anew; the n-th draw of a seed is always the same."""
+        """Draw FAVOR+'s directions anew; the n-th draw of a seed is always the same.
+
+        The count of draws is saved with the weights, so that a resumed training goes on with the draw that comes next.
+        A layer with other features has no directions, and nothing happens.
+        """
         if self.projection is not None:
             self.draws += 1
             self.projection.copy_(torch.from_numpy(self.config.projection(int(self.draws))))
@@ -189,7 +255,10 @@ PROJECTIONS = ("in_proj", "out_proj", "slow")  # nn.Linear, whose weight is (out
 
 
 def _from_bare_parameters(module, state_dict, prefix, *args):
-    """Checkpoints written before projections were modules hold them as parameters (in, out)."""
+    """Turn a saved state_dict of the older form into today's, in place, before PyTorch loads it.
+
+    Older checkpoints hold a projection as one parameter (in, out); today it is the weight (out, in) of a Linear.
+    """
     for name in PROJECTIONS:
         if prefix + name in state_dict:
             state_dict[f"{prefix}{name}.weight"] = state_dict.pop(prefix + name).mT
@@ -198,11 +267,19 @@ def _from_bare_parameters(module, state_dict, prefix, *args):
 def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
     """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
 
+    A layer that was trained in PyTorch goes on in Flax or Keras this way: `import_parameters` there takes this dict.
+
         >>> {name: array.shape for name, array in export_parameters(FastWeightAttention(8, heads=2)).items()}
         {'out_norm': (4,), 'in_proj': (8, 26), 'out_proj': (8, 8)}
 
     They are the names of the state_dict, but for projections: "in_proj.weight" (out, in) is in_proj (in, out). FAVOR+
     adds "projection" and "draws".
+
+    Args:
+        module: a layer of this library, or a module that contains some.
+
+    Returns:
+        Name -> NumPy array, copies that share nothing with the module.
     """
     weights = _weights(module).items()
     return {name: np.array((x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)) for name, x in weights}
@@ -212,11 +289,16 @@ def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
 def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
     """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer.
 
-    >>> one, other = FastWeightAttention(8, heads=2), FastWeightAttention(8, heads=2)
-    >>> import_parameters(other, export_parameters(one))
-    >>> x = torch.randn(1, 5, 8)
-    >>> torch.equal(one(x)[0], other(x)[0])
-    True
+    Args:
+        module: the layer to fill, made with the same arguments as the one that was exported.
+        arrays: name -> array. A missing, unknown or misshapen one raises FastWeightError, before anything is changed.
+
+    Examples:
+        >>> one, other = FastWeightAttention(8, heads=2), FastWeightAttention(8, heads=2)
+        >>> import_parameters(other, export_parameters(one))
+        >>> x = torch.randn(1, 5, 8)
+        >>> torch.equal(one(x)[0], other(x)[0])
+        True
     """
     weights = _weights(module)
     attention_config.check_parameters(arrays, {name: x.shape for name, x in weights.items()})
@@ -225,7 +307,10 @@ def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
 
 
 def _weights(module):
-    """The state_dict by the names of every framework, without the count of draws where nothing is drawn."""
+    """The state_dict by the names of every framework, without the count of draws where nothing is drawn.
+
+    Values are the module's own tensors (projections transposed as a view), so writing into them changes the module.
+    """
     state = module.state_dict()
     found = {}
     for name, x in state.items():

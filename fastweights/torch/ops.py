@@ -98,6 +98,19 @@ def fast_weight(
         >>> v = torch.tensor([[1.0], [2.0], [3.0]]).reshape(1, 3, 1, 1)
         >>> fast_weight(q, k, v)[0].flatten().tolist()
         [1.0, 2.0, 3.0]
+
+        One key is written twice. The delta rule replaces its value, the sum adds the two up:
+
+        >>> k = torch.ones(1, 2, 1, 1)
+        >>> v = torch.tensor([5.0, 7.0]).reshape(1, 2, 1, 1)
+        >>> [fast_weight(k, k, v, rule=rule)[0].flatten().tolist() for rule in ("delta", "sum")]
+        [[5.0, 7.0], [5.0, 12.0]]
+
+        A text may be cut anywhere; the state carries on:
+
+        >>> o, state = fast_weight(k[:, :1], k[:, :1], v[:, :1])
+        >>> fast_weight(k[:, 1:], k[:, 1:], v[:, 1:], state=state)[0].item()
+        7.0
     """
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -199,6 +212,11 @@ def _masked(inputs):
 
 
 def _check_out_state(out_state, inputs, width):
+    """Raise FastWeightError unless the state after the last token can be written to `out_state`.
+
+    Its shape must be that of the state (width: the memory's K), its dtype one that a memory has, and no gradient may be
+    asked for: a backward pass would need the state that is overwritten.
+    """
     expected = (*state_shape(inputs, Spec())[:2], width, inputs.v.shape[-1])
     if tuple(out_state.shape) != expected or out_state.dtype not in (torch.float32, torch.float64):
         raise FastWeightError(
@@ -213,6 +231,7 @@ def _check_out_state(out_state, inputs, width):
 
 
 def _check_devices(inputs):
+    """Raise FastWeightError unless all arrays are on q's device. Offsets may be anywhere: they are read on the CPU."""
     device = inputs.q.device
     for name, x in zip(inputs._fields, inputs, strict=True):
         if x is not None and x.device != device and name != "cu_seqlens":
@@ -224,21 +243,26 @@ def feature_map(
 ) -> Tensor:
     """phi(x) for a feature map by name, normalised over the last axis: `feature_map(k, "dpfp-3", norm="sum")`.
 
+    What a query reads of a key is phi(q) . phi(k), so the map decides which keys are alike and how many of them a
+    memory
+    holds apart: at most as many as phi(x) has entries.
+
     Args:
         x: (..., d).
-        name: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
-        norm: "none", "sum", "l2" or "max".
+        name: "identity", "relu", "silu", "elu+1", "dpfp-NU" (width 2 d NU), "favor-M" (width 2 M), or a function.
+        norm: "none"; "l2", to length 1; "sum", to sum 1; "max", to a largest entry of 1; "hellinger", the root of
+            "sum".
         projection: (M, d), for "favor-M" alone: `favor_projection(M, d, seed)`.
+
+    Returns:
+        (..., width) in the dtype of x, computed in float32 or wider; on a GPU with Triton, all but FAVOR+ and "max"
+        in one pass over memory.
 
     Examples:
         >>> feature_map(torch.tensor([[3.0, 4.0]]), "identity", norm="l2")
         tensor([[0.6000, 0.8000]])
         >>> feature_map(torch.randn(2, 10, 4, 16), "dpfp-3").shape
         torch.Size([2, 10, 4, 96])
-
-    Returns:
-        (..., width) in the dtype of x, computed in float32 or wider; on a GPU with Triton, all but FAVOR+ and "max"
-        in one pass over memory.
     """
     if not _has_kernel(x, name, norm, projection):
         return _map(x, name, norm, projection)
@@ -257,7 +281,7 @@ def _has_kernel(x, name, norm, projection):
 
 
 def _map(x, name, norm, projection):
-    """`feature_map` in PyTorch's own operators."""
+    """`feature_map` in PyTorch's own operators: on a CPU, for FAVOR+, and where a compiler or a transform looks on."""
     if projection is None:
         return map_plainly(x, Spec(features=name, norm=norm))
     wide = accumulation_dtype(x.dtype)

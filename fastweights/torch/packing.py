@@ -75,8 +75,14 @@ class Sequences(NamedTuple):
 class Chunks:
     """Chunks of C tokens that never span two sequences, ordered by step, then by sequence, longest first.
 
-    sizes[s] is the number of sequences that have a chunk s; they are the first sizes[s] ones, so a memory kept in
-    this order needs no bookkeeping: step s works on its first sizes[s] rows.
+    Step s is chunk number s of every sequence that has one. sizes[s] is how many have; they are the first sizes[s]
+    sequences, so a memory kept in this order needs no bookkeeping: step s works on its first sizes[s] rows.
+
+        >>> chunks = Chunks(1, 7, H=1, C=2, cu_seqlens=torch.tensor([0, 2, 7]))  # texts of 2 and 5 tokens
+        >>> chunks.sizes, chunks.order.tolist()
+        ([2, 1, 1], [1, 0])
+        >>> chunks.tokens.tolist()  # which tokens each row holds, -1 for padding
+        [[2, 3], [0, 1], [4, 5], [6, -1]]
     """
 
     def __init__(self, B: int, T: int, H: int, C: int, cu_seqlens: Tensor | None = None):
@@ -91,6 +97,9 @@ class Chunks:
             self.starts.append(self.starts[-1] + size)
 
     def _pack(self, cu_seqlens):
+        """Order the chunks of packed sequences: which tokens each row holds (rows, C), and the order of the
+        sequences.
+        """
         sequences = Sequences.of(cu_seqlens, self.T)
         first, sequence, parts = sequences.cut(self.C)
         order = torch.sort(sequences.length, descending=True, stable=True)[1]

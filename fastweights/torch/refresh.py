@@ -24,7 +24,10 @@ Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, 
 
 
 class Call(NamedTuple):
-    """One call of `refresh.chunk`: rows a to b, tokens c to d of each."""
+    """One call of `refresh.chunk`: tokens c to d of rows a to b.
+
+    close: whether these are whole chunks, which are learned once they were answered.
+    """
 
     a: int
     b: int
@@ -34,6 +37,7 @@ class Call(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Tokens that the call reads."""
         return (self.b - self.a) * (self.d - self.c)
 
 
@@ -56,7 +60,23 @@ class Layout(NamedTuple):
 
 
 def plan(waiting: list[int], new: list[int], C: int, *, held: bool) -> Layout:
-    """The layout of sequences with so many waiting and new tokens each."""
+    """The layout of sequences with so many waiting and new tokens each.
+
+    A step of the loop reads chunk number m of every sequence that has one: rows are sorted so that these come first.
+    Those of them that go on after the chunk close it and learn; those that end in it do not, and their tokens wait.
+
+    Args:
+        waiting, new: tokens of each sequence that wait in its state, and that come now.
+        C: tokens of a chunk.
+        held: whether the weights stay as they are inside a chunk. Tokens that waited and are not learned now are then
+            not read again.
+
+    Examples:
+        >>> [(call.c, call.d, call.close) for call in plan([0], [5], 2, held=True).calls]
+        [(0, 2, True), (2, 4, True), (4, 5, False)]
+
+        Two chunks of two tokens are learned; the fifth token is answered, and waits.
+    """
     alike = len(set(zip(waiting, new, strict=True))) <= 1
     order = (
         np.arange(len(new)) if alike else np.argsort([-w - n for w, n in zip(waiting, new, strict=True)], kind="stable")
@@ -96,7 +116,15 @@ def run(
     state: RefreshState, *, fresh: bool, cu_seqlens: Tensor | None = None, logits: bool = True, slow: bool = True,
     score: bool = True,
 ) -> FWLOutput:  # fmt: skip
-    """As `FWLBlock.run`.  fresh: the state is that before the first token.  score: whether the loss is wanted."""
+    """As `FWLBlock.run`, once its arguments are checked.
+
+    Args:
+        config, ops, p: what the block is, PyTorch's functions, and its parameters by name.
+        x, labels, weights, cu_seqlens, logits, slow: as for the block.
+        state: a `RefreshState`.
+        fresh: whether it is the state before the first token, so that nothing can wait in it.
+        score: whether the loss is wanted.
+    """
     n, loss, state = read(config, ops, p, x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens,
                           features=logits, score=score)  # fmt: skip
     fast = None if n is None else ops.matmul(n, p["unembed"]) + p["unembed_bias"]
@@ -134,6 +162,7 @@ def read(
 
 
 def _differentiates():
+    """Whether a gradient may be asked for, so that everything must be an operation that autograd sees."""
     transformed = is_watched()
     return torch.is_grad_enabled() or transformed
 
@@ -153,6 +182,7 @@ def _with_words(ops, words, c):
 
 
 def _laid_out(tokens, state, layout, waiting, new) -> Sequences:
+    """x, labels and shares of every row (N, L, ...): what waited, then what is new, in the order of the layout."""
     waits = state.pending, state.labels, state.shares
     if layout.source is None:
         n = waiting[0] if waiting else 0
@@ -204,6 +234,7 @@ def _gathered(parts, layout, B, T):
 
 
 def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
+    """The state once the layout was read: what was learned, and the tokens of each sequence's unfinished chunk."""
     C = config.refresh
     waits = state.pending, state.labels, state.shares
     if layout.rest is None:

@@ -26,21 +26,32 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FastWeightRNN(nn.Module):
-    """A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+    r"""A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+
+    The hidden vector h first follows from the input and the last hidden vector, then is pulled, `inner_steps` times,
+    towards past hidden vectors that it resembles, which the fast weights A hold:
+
+    $$ b_t = W h_{t-1} + C x_t + c, \qquad g \leftarrow f(b_t), \qquad
+       g \leftarrow f(\mathrm{LN}(b_t + A_{t-1} g)), \qquad h_t = g $$
+
+    $$ A_t = \lambda A_{t-1} + \eta\, h_t h_t^\top $$
 
         >>> rnn = FastWeightRNN(8, 32)
         >>> h, state = rnn(torch.randn(2, 10, 8))          # (B, T, inputs) -> (B, T, hidden)
+        >>> h.shape, state.A.shape
+        (torch.Size([2, 10, 32]), torch.Size([2, 32, 32]))
 
     While a call is shorter than the network is wide and starts afresh, the fast weights are applied as attention over
     past hidden vectors, so no hidden x hidden matrix is kept per step; the returned state's is made at the end.
 
     Args:
-        inputs, hidden: widths.
-        decay: share of the fast weights kept per token.
-        rate: the step with which they learn.
+        inputs, hidden: widths of x and h.
+        decay: lambda, the share of the fast weights kept per token.
+        rate: eta, the step with which they learn.
         inner_steps: reads of the fast weights per token (the paper uses 1).
         layer_norm: normalise the drive of each inner step, without which more than one step diverges.
-        activation: "relu", "tanh", "sigmoid", "identity" or a function.
+        activation: f, one of "relu", "tanh", "sigmoid", "identity" or a function.
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -78,7 +89,12 @@ class FastWeightRNN(nn.Module):
             self.norm.reset_parameters()
 
     def forward(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
-        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
+        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
+        """
         _check_input(x, self.inputs)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         B, T, _ = x.shape
@@ -102,6 +118,7 @@ class FastWeightRNN(nn.Module):
         return torch.stack(past, 1) if past else drive, RNNState(h, A)
 
     def _matrix(self, A):
+        """g -> A g, with the fast weights A (B, hidden, hidden) as a matrix."""
         return lambda g: (A @ g[..., None])[..., 0]
 
     def _attention(self, past):
@@ -113,6 +130,7 @@ class FastWeightRNN(nn.Module):
         return lambda g: ((h @ g[..., None]) * weights[:, None] * h).sum(1)
 
     def _weights(self, n, like):
+        """(n,): rate * decay^age of the last n hidden vectors, the newest last."""
         return self.rate * self.decay ** torch.arange(n - 1, -1, -1, dtype=like.dtype, device=like.device)
 
     def extra_repr(self) -> str:
@@ -120,10 +138,18 @@ class FastWeightRNN(nn.Module):
 
 
 class FastWeightProgrammer(nn.Module):
-    """The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+    r"""The classic fast weight programmer (Schmidhuber 1992): a slow network adds outer products to the weights of a
+    fast one.
+
+    At every token the slow network, one linear map of x, makes two vectors, whose outer product changes W:
+
+    $$ W_t = \sigma(W_{t-1} + a_t b_t^\top), \qquad y_t = W_t x_t, \qquad a_t, b_t \text{ linear in } x_t $$
 
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
         >>> y, W = programmer(torch.randn(2, 10, 8))       # (B, T, inputs) -> (B, T, outputs), W (B, outputs, inputs)
+        >>> y, W = programmer(torch.randn(2, 3, 8), W)     # go on with the same fast weights
+        >>> y.shape, W.shape
+        (torch.Size([2, 3, 4]), torch.Size([2, 4, 8]))
 
     The fast network reads the same x, y = W x, as in the paper.
 
@@ -132,6 +158,7 @@ class FastWeightProgrammer(nn.Module):
         width: let the fast network read another projection of x instead, of this width; W is (B, outputs, width).
         activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
             function.
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -155,7 +182,12 @@ class FastWeightProgrammer(nn.Module):
         self.slow.reset_parameters()
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """y (B, T, outputs) and the fast weights W after x (B, T, inputs)."""
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+        """
         _check_input(x, self.inputs)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         a, b, *made = self.slow(x).split(self.widths, -1)
@@ -172,5 +204,6 @@ class FastWeightProgrammer(nn.Module):
 
 
 def _check_input(x, inputs):
+    """Raise FastWeightError unless x is (B, T, inputs)."""
     if x.dim() != 3 or x.shape[-1] != inputs:
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")

@@ -22,7 +22,11 @@ def maps(inputs: Inputs, spec: Spec) -> bool:
 
 
 def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """(o, state), one `core.step` per token."""
+    """(o, state), one `core.step` per token.
+
+    Autograd keeps the memory of every token for the backward pass, so this suits short texts, single tokens, and rules
+    that have no chunked form. Packed sequences are run one after the other.
+    """
     q, v = inputs.q, inputs.v
     wide = accumulation_dtype(q.dtype)
     state = q.new_zeros(state_shape(inputs, spec), dtype=wide) if inputs.state is None else inputs.state

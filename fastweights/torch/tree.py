@@ -28,7 +28,11 @@ def map_tensors(f: Callable[[torch.Tensor], Any], state: Any) -> Any:
 
 
 def flatten(state: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
-    """A state's tensors by name: "blocks.0.memory"."""
+    """A state's tensors by name: "blocks.0.memory".
+
+    >>> [name for name, _ in flatten((torch.zeros(1), None, [torch.zeros(2)]))]
+    ['0', '2.0']
+    """
     if state is None:
         return []
     if isinstance(state, torch.Tensor):
@@ -39,7 +43,12 @@ def flatten(state: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
 
 
 def unflatten(like: Any, tensors: dict[str, torch.Tensor], prefix: str = "") -> Any:
-    """The state of the form of `like` that `flatten` took apart."""
+    """The state of the form of `like` that `flatten` took apart.
+
+    Args:
+        like: a state of the same model, whose values do not matter.
+        tensors: by name; a missing one raises FastWeightError, more than needed do not.
+    """
     if like is None:
         return None
     if isinstance(like, torch.Tensor):
