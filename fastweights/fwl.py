@@ -117,6 +117,10 @@ class FWLState(NamedTuple):
 
     dense1 (B, 1, D + 1, F), dense2 (B, 1, F + 1, size), norm (B, 1, 1, 2 size): the summed steps;
     pending (B, D): the last input, whose label is not known yet;  waiting (B,): 1 where there is one.
+
+        >>> state = FWLState("step of layer 1", "step of layer 2", "step of the norm", "last input", 1)
+        >>> state.waiting  # one token waits for its label; the first three fields are what was learned
+        1
     """
 
     dense1: Any

@@ -52,6 +52,9 @@ _FLAX = {
 
 
 def __getattr__(name):
+    """The layer or function of this name, from the file that needs Flax; ImportError says what to install without
+    it.
+    """
     if name not in _FLAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -26,7 +26,7 @@ def head(n: Array, E: Array, c: Array, labels: Array) -> tuple[Array, Array]:
 
 
 def loss(n: Array, E: Array, c: Array, labels: Array) -> Array:
-    """Loss (...) per token."""
+    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...)."""
     return _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _width(n, E), False)[0].reshape(labels.shape)
 
 
@@ -51,11 +51,13 @@ def _head(n, E, c, labels, width, want_r):
 
 
 def _head_forward(n, E, c, labels, width, want_r):
+    """What `_head` returns, and what its gradient needs: the arguments, r and the log sums."""
     loss, r, log_sum = _forward(n, E, c, labels, width=width, want_r=want_r)
     return (loss, r), (n, E, c, labels, r, log_sum)
 
 
 def _head_backward(width, want_r, saved, upstream):
+    """Gradients of n, E and c (none of the labels) from those of loss and r."""
     return *_backward(*saved, *upstream, width=width, want_r=want_r), None
 
 
@@ -64,6 +66,11 @@ _head.defvjp(_head_forward, _head_backward)
 
 @partial(jax.jit, static_argnames=("width", "want_r"))
 def _forward(n, E, c, labels, *, width, want_r):
+    """(loss, r, log sum exp z) in one pass over the vocabulary.
+
+    Maximum, sum and mean are carried from block to block, and shrunk when a larger logit comes: no exponential
+    overflows.
+    """
     wide = accumulation_dtype(n)
 
     def add(carry, i):
@@ -88,6 +95,7 @@ def _forward(n, E, c, labels, *, width, want_r):
 
 @partial(jax.jit, static_argnames=("width", "want_r"))
 def _backward(n, E, c, labels, r, log_sum, of_loss, of_r, *, width, want_r):
+    """Gradients of n, E and c by the formulas above, a block of words at a time; logits are computed again."""
     wide = accumulation_dtype(n)
     offset = of_loss
     if want_r:
@@ -113,6 +121,7 @@ def _backward(n, E, c, labels, r, log_sum, of_loss, of_r, *, width, want_r):
 
 
 def _blocks(E, width):
+    """The numbers of the blocks, what the scan goes over."""
     return jnp.arange(-(-E.shape[1] // width), dtype=jnp.int32)
 
 

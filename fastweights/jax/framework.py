@@ -1,4 +1,7 @@
-"""JAX, as the code that is written once for every framework sees it."""
+"""JAX, as the code that is written once for every framework sees it.
+
+`OPS` has, for each function of `fastweights.framework.Ops`, the one of JAX that does it, or a few words around it.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -99,7 +99,14 @@ class FWLBlock(nn.Module):
         return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig)})
 
     def __call__(self, x: Array, labels: Array, weights: Array) -> Array:
-        """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
+        """Fast logits (B, T, V), in parallel over tokens: what training and scoring a whole text need.
+
+        Args:
+            x: (B, T, D), output of a causal body.
+            labels: (B, T) next tokens, or one-hot (B, T, V); what a token's loss is measured against after it was
+                answered.
+            weights: (B, T), 0 where a token has no label; `make_labels` makes both.
+        """
         return self.run(x, labels, weights).logits
 
     def run(
@@ -115,11 +122,16 @@ class FWLBlock(nn.Module):
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
-        previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
-            first, with weight 1. When absent, it is forgotten: give known labels their weight.
-        cu_seqlens: documents packed into one row.
-        logits: False leaves them None and holds a block of the vocabulary at a time.
+        Args:
+            x, labels, weights: as for a call.
+            state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
+            previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
+                first, with weight 1. When absent, it is forgotten: give known labels their weight.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+            logits: False leaves them None and holds a block of the vocabulary at a time.
+
+        Returns:
+            An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
         """
         x, labels, weights = self._checked(x, labels, weights)
         cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
@@ -169,9 +181,15 @@ class FWLBlock(nn.Module):
     def step(
         self, x: Array, previous_label: Array | None, state: Any, weight: Array | None = None
     ) -> tuple[Array, Any]:
-        """Logits (B, V) and the state for the next token x (B, D).
+        """Logits (B, V) and the state for the next token x (B, D): a stream, token by token.
 
-        previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
+        A stream does not know how many tokens it will have, so `normalizer` must be a number.
+
+        Args:
+            x: (B, D).
+            previous_label: (B,) label of the token before x, learned from now; None at the first token.
+            state: what the last call returned, or `init_state(B)`.
+            weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
         """
         if isinstance(self.normalizer, str):
             raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens for step: "
@@ -189,6 +207,7 @@ class FWLBlock(nn.Module):
         return fwl.step(self.config, OPS, self._weights(x), x[:, 0], label[:, 0], weight[:, 0], state)
 
     def _refreshed(self, x, labels, weights, state, sequences, previous_label, cu_seqlens, logits):
+        """`run` of a refreshed block, once its arguments are checked; its loop over chunks is a scan."""
         p = self._weights(x)
         fresh = state is None
         if fresh:
@@ -203,6 +222,7 @@ class FWLBlock(nn.Module):
 
     @nn.nowrap
     def _check_state(self, state, sequences, inputs):
+        """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
         check = fwl.check_state if self.refresh is None else refresh.check_state
         check(self.config, state, sequences, inputs)
 
@@ -222,6 +242,7 @@ class FWLBlock(nn.Module):
 
     @nn.nowrap
     def _initial(self, key, name, shape):
+        """The initial value of one parameter: matrices of variance 1 / in, steps at `step_size`."""
         if len(shape) == 2:
             return jax.random.normal(key, shape, self.param_dtype) * shape[0] ** -0.5
         return jnp.full(shape, dict(scale=1.0, steps=self.config.initial_step).get(name, 0.0), self.param_dtype)
@@ -267,6 +288,12 @@ def make_labels(
         ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
 
     Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+
+    Args:
+        tokens: (B, T) whole numbers.
+        pad_id: the token that stands for padding, if there is one.
+        cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+        dtype: of the weights.
     """
     tokens = jnp.asarray(tokens)
     labels = jnp.concatenate([tokens[:, 1:], tokens[:, :1] * 0], 1)

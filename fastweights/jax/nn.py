@@ -27,7 +27,16 @@ from fastweights.literals import LayerNorm, Method, Rule
 
 
 class FastWeightAttention(nn.Module):
-    """A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+    r"""A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+
+    It takes the place of self-attention in a block: the input is projected to queries, keys and values, every head
+    keeps a memory S, and each token writes into it and reads from it,
+
+    $$ S_t = a_t S_{t-1} + \beta_t \phi(k_t) (v_t - d\, (a_t S_{t-1})^\top \phi(k_t))^\top,
+       \qquad o_t = S_t^\top \phi(q_t) $$
+
+    with d = 1 for the delta rule and d = 0 for the sum. The outputs of all heads are normalised, gated where asked for,
+    and projected back to `dim`. Time is linear in the number of tokens; the state does not grow with them.
 
         >>> layer = FastWeightAttention(64, heads=4)
         >>> x = jnp.ones((2, 10, 64))
@@ -53,9 +62,10 @@ class FastWeightAttention(nn.Module):
         decay: "learned" per token and head (Gated DeltaNet), "channel" per key channel too (Kimi Delta Attention),
             "gla" (a root of a sigmoid per key channel), "rwkv-7" (never below 0.54), "retnet", a share kept per token,
             one for each head, or None.
-        decay_rank: numbers of a token that the decays of its channels are made of; the key width, or 16 for "gla".
-        erase: learn, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal", a
-            write of its own that takes away what a removal key retrieves (RWKV-7).
+        decay_rank: width of the vector from which a token's decays per channel are projected; the key width when
+            absent, or 16 for "gla".
+        erase: True learns, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal"
+            adds a write of its own that takes away what a removal key retrieves (RWKV-7).
         conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
         gate: multiply the output by SiLU of a projection of the input; "sigmoid", by that instead.
         out_norm: RMS norm over each head's output.
@@ -100,9 +110,16 @@ class FastWeightAttention(nn.Module):
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
-        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`.
+        """The layer of a published model, with `changes` to its arguments.
 
-        name: one of `PRESETS`, whose values are the arguments; `changes` go first.
+        Args:
+            name: one of `PRESETS`, whose values are the arguments, or a shorter name of it.
+            dim, heads: as for the class.
+            changes: arguments that are to differ from the published ones.
+
+        Examples:
+            >>> FastWeightAttention.preset("delta-network", dim=32, heads=2)
+            FastWeightAttention(32, heads=2, features='dpfp-3', rule='delta', norm='sum', out_norm=False)
         """
         return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
@@ -115,7 +132,17 @@ class FastWeightAttention(nn.Module):
         cu_seqlens: Array | None = None,
         mask: Array | None = None,
     ) -> tuple[Array, AttentionState]:
-        """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
+        """Read x and return what each token read from the memory, and the state after the last token.
+
+        Args:
+            x: (B, T, dim), or (1, T, dim) with `cu_seqlens`.
+            state: what an earlier call returned; an empty memory when absent.
+            cu_seqlens: (N + 1,) offsets of N texts packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding, which neither writes nor reads.
+
+        Returns:
+            y (B, T, dim), and an `AttentionState` of B texts (N where they are packed).
+        """
         config, x = self.config, jnp.asarray(x)
         dtype = self.dtype or jnp.result_type(x, self.param_dtype)
         layer = SimpleNamespace(**{name: self._parameter(name, config, dtype) for name in config.shapes})
@@ -163,6 +190,7 @@ class FastWeightAttention(nn.Module):
 
 
 def _project(weight, x):
+    """x (..., in) times weight (in, out)."""
     return x @ weight
 
 
@@ -217,7 +245,16 @@ def export_parameters(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     """`variables` with the values of `arrays`, which `export_parameters` of any framework gave for the same layer.
 
-    Only the shapes and dtypes of `variables` matter: `jax.eval_shape(layer.init, key, x)` will do.
+    Args:
+        variables: only their shapes and dtypes matter: `jax.eval_shape(layer.init, key, x)` will do.
+        arrays: name -> array. A missing, unknown or misshapen one raises FastWeightError.
+
+    Examples:
+        >>> layer, x = FastWeightAttention(8, heads=2), jnp.ones((1, 2, 8))
+        >>> trained, fresh = (layer.init(jax.random.key(seed), x) for seed in (0, 1))
+        >>> copy = import_parameters(fresh, export_parameters(trained))
+        >>> bool((copy["params"]["in_proj"] == trained["params"]["in_proj"]).all())
+        True
     """
     flat = _flat(variables)
     attention_config.check_parameters(arrays, {name: x.shape for name, (_, x) in flat.items()})
@@ -237,4 +274,5 @@ def _flat(variables):
 
 
 def _to_numpy(x):
+    """x as NumPy, which has no bfloat16: such an array becomes float32."""
     return np.asarray(x, np.float32 if x.dtype == jnp.bfloat16 else None)

@@ -112,13 +112,21 @@ def fast_weight(
 def feature_map(
     x: ArrayLike, name: str | Callable[[Array], Array], *, norm: Norm = "none", projection: ArrayLike | None = None
 ) -> Array:
-    """phi(x) of `fastweights.features`, normalised, in the dtype of x; computed in float32 or wider.
+    """phi(x) for a feature map by name, normalised over the last axis, in the dtype of x; computed in float32 or wider.
+
+    What a query reads of a key is phi(q) . phi(k), so the map decides which keys are alike and how many of them a
+    memory
+    holds apart: at most as many as phi(x) has entries.
 
     Args:
         x: (..., d) keys or queries.
-        name: "identity", "relu", "silu", "elu+1", "dpfp-NU" or "favor-M".
-        norm: "none", "sum", "l2" or "max", over the features.
+        name: "identity", "relu", "silu", "elu+1", "dpfp-NU" (width 2 d NU), "favor-M" (width 2 M), or a function.
+        norm: "none"; "l2", to length 1; "sum", to sum 1; "max", to a largest entry of 1; "hellinger", the root of
+            "sum".
         projection: (M, d) for "favor-M" alone, from `fastweights.features.favor_projection(M, d, seed)`.
+
+    Returns:
+        (..., width).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -177,6 +185,7 @@ def _inverse(L, xp):
 
 @_inverse.defjvp
 def _inverse_jvp(xp, primals, tangents):
+    """The derivative of (I + L)^{-1} is -(I + L)^{-1} dL (I + L)^{-1}: two products with what is known already."""
     with jax.default_matmul_precision("highest"):
         Y, (dL,) = core.inverse(*primals, xp), tangents
         dL = dL + Y @ dL

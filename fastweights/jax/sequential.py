@@ -22,7 +22,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class FastWeightRNN(nn.Module):
-    """A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+    r"""A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+
+    The hidden vector h first follows from the input and the last hidden vector, then is pulled, `inner_steps` times,
+    towards past hidden vectors that it resembles, which the fast weights A hold:
+
+    $$ b_t = W h_{t-1} + C x_t + c, \qquad g \leftarrow f(b_t), \qquad
+       g \leftarrow f(\mathrm{LN}(b_t + A_{t-1} g)), \qquad h_t = g $$
+
+    $$ A_t = \lambda A_{t-1} + \eta\, h_t h_t^\top $$
 
         >>> rnn = FastWeightRNN(8, 32)
         >>> x = jnp.ones((2, 10, 8))
@@ -59,7 +67,12 @@ class FastWeightRNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, state: RNNState | None = None) -> tuple[Array, RNNState]:
-        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
+        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
+        """
         x = _check_input(x, self.inputs)
         size, to = self.hidden, self.param_dtype
         W = self.param("W", lambda key: 0.05 * jnp.eye(size, dtype=to))
@@ -110,7 +123,11 @@ class FastWeightRNN(nn.Module):
 
 
 class FastWeightProgrammer(nn.Module):
-    """The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+    r"""The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+
+    At every token the slow network, one linear map of x, makes two vectors, whose outer product changes W:
+
+    $$ W_t = \sigma(W_{t-1} + a_t b_t^\top), \qquad y_t = W_t x_t, \qquad a_t, b_t \text{ linear in } x_t $$
 
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
         >>> x = jnp.ones((2, 10, 8))
@@ -140,7 +157,12 @@ class FastWeightProgrammer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, state: Array | None = None) -> tuple[Array, Array]:
-        """y (B, T, outputs) and the fast weights W after x (B, T, inputs)."""
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+        """
         x, widths = _check_input(x, self.inputs), programmer_widths(self.inputs, self.outputs, self.width)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         slow = self.param("slow", _uniform, (self.inputs, sum(widths)), self.param_dtype)
@@ -162,10 +184,12 @@ class FastWeightProgrammer(nn.Module):
 
 
 def _uniform(key, shape, dtype):
+    """Uniform up to 1 / sqrt(in), as torch.nn.Linear starts."""
     return jax.random.uniform(key, shape, dtype, -1, 1) / math.sqrt(shape[0])
 
 
 def _check_input(x, inputs):
+    """x as an array; FastWeightError unless it is (B, T, inputs)."""
     x = jnp.asarray(x)
     if x.ndim != 3 or x.shape[-1] != inputs:
         raise FastWeightError(f"x has shape {x.shape}; expected (B, T, {inputs}): inputs is {inputs}")

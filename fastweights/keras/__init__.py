@@ -1,4 +1,8 @@
-"""Fast-weight memories in Keras, on its TensorFlow, JAX and torch backends."""
+"""Fast-weight memories in Keras, on its TensorFlow, JAX and torch backends: `import fastweights.keras as fw`.
+
+The same names as in `fastweights.torch`: fast_weight and feature_map are functions of tensors of the backend in use,
+the layers are `keras.layers.Layer`, save and load as such, and work in functional models.
+"""
 
 from fastweights.attention import AttentionState
 from fastweights.attention_config import PRESETS

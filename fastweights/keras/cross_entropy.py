@@ -27,7 +27,7 @@ def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
-    """Loss (...) per token."""
+    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...)."""
     return ops.reshape(_head(n, E, c, labels, want_r=False)[:, 0], ops.shape(labels))
 
 
@@ -40,7 +40,12 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _head(n, E, c, labels, *, want_r):
-    """Loss and r side by side, (N, 1 + size), since `custom_gradient` knows one output; without r, (N, 1)."""
+    """Loss and r side by side, (N, 1 + size), since `custom_gradient` knows one output; without r, (N, 1).
+
+    Maximum, sum and mean are carried over the blocks of words and shrunk when a larger logit comes, so that no
+    exponential overflows. The gradient goes through the blocks again by the formulas above, and computes their logits
+    anew.
+    """
     wide, labels = accumulation_dtype(n), ops.reshape(labels, (-1,))
     blocks = [(a, min(a + WORDS, E.shape[1])) for a in range(0, E.shape[1], WORDS)]
 

@@ -1,4 +1,8 @@
-"""Keras, as the code that is written once for every framework sees it."""
+"""Keras, as the code that is written once for every framework sees it.
+
+`OPS` has, for each function of `fastweights.framework.Ops`, the one of keras.ops that does it. Where a backend loses
+float64 or is slow, another one stands in for it, and a comment or docstring says why.
+"""
 
 from typing import Any
 

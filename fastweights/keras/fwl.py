@@ -117,7 +117,14 @@ class FWLBlock(keras.layers.Layer):
         self.slow_weights = {name: add_parameter(self, name, value) for name, value in initial.items()}
 
     def call(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Fast logits (B, T, V) for x (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T)."""
+        """Fast logits (B, T, V), in parallel over tokens: what training and scoring a whole text need.
+
+        Args:
+            x: (B, T, D), output of a causal body.
+            labels: (B, T) next tokens, or one-hot (B, T, V); what a token's loss is measured against after it was
+                answered.
+            weights: (B, T), 0 where a token has no label; `make_labels` makes both.
+        """
         return self.run(x, labels, weights).logits
 
     def run(
@@ -133,11 +140,16 @@ class FWLBlock(keras.layers.Layer):
     ) -> FWLOutput:
         """Logits, per-token loss of both passes and the state after x.
 
-        state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
-        previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
-            first, with weight 1. When absent, it is forgotten: give known labels their weight.
-        cu_seqlens: documents packed into one row.
-        logits: False leaves them None and holds a block of the vocabulary at a time.
+        Args:
+            x, labels, weights: as for a call.
+            state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
+            previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
+                first, with weight 1. When absent, it is forgotten: give known labels their weight.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+            logits: False leaves them None and holds a block of the vocabulary at a time.
+
+        Returns:
+            An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
         """
         x, labels, weights = self._checked(x, labels, weights)
         cu_seqlens = None if cu_seqlens is None else ops.cast(cu_seqlens, "int32")
@@ -169,7 +181,7 @@ class FWLBlock(keras.layers.Layer):
         return OPS.matmul(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"]) + p["unembed_bias"]
 
     def init_state(self, batch: int) -> Any:
-        """The state before the first token, for `step`."""
+        """The state before the first token of `batch` sequences, for `step`: nothing learned, nothing waiting."""
         if not self.built:
             self.build(None)
         c, inputs, dtype = self.config, self.slow_weights["dense1"].shape[0], self.compute_dtype
@@ -182,9 +194,15 @@ class FWLBlock(keras.layers.Layer):
     def step(
         self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Logits (B, V) and the state for the next token x (B, D).
+        """Logits (B, V) and the state for the next token x (B, D): a stream, token by token.
 
-        previous_label: (B,) label of the token before x, learned from now; None at the first token.  weight: (B,).
+        A stream does not know how many tokens it will have, so `normalizer` must be a number.
+
+        Args:
+            x: (B, D).
+            previous_label: (B,) label of the token before x, learned from now; None at the first token.
+            state: what the last call returned, or `init_state(B)`.
+            weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
         """
         if isinstance(self.config.normalizer, str):
             raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
@@ -203,10 +221,12 @@ class FWLBlock(keras.layers.Layer):
         return fwl.step(self.config, OPS, self._weights(), x[:, 0], label[:, 0], weight[:, 0], state)
 
     def compute_output_spec(self, x, labels, weights):
+        """Shape and dtype of the logits, for a functional model."""
         fwl.check_shapes(self.config, x, labels, weights, self.inputs)
         return KerasTensor((*x.shape[:2], self.config.vocab_size), self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments that make this block again, for saving; a shared embedding is saved with it."""
         arguments = dict(inputs=self.inputs, bias=self.bias)
         if self.unembed is not None:
             arguments["unembed"] = keras.saving.serialize_keras_object(self.unembed)
@@ -214,6 +234,7 @@ class FWLBlock(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FWLBlock":
+        """The block that `get_config` describes."""
         if config.get("unembed") is not None:
             config = config | {"unembed": keras.saving.deserialize_keras_object(config["unembed"])}
         return cls(**config)
@@ -222,6 +243,7 @@ class FWLBlock(keras.layers.Layer):
         return f"FWLBlock({self.config.words})"
 
     def _refreshed(self, x, labels, weights, state, previous_label, cu_seqlens, logits):
+        """`run` of a refreshed block, once its arguments are checked."""
         if x.shape[1] is None:
             raise FastWeightError(f"x has shape {tuple(x.shape)}; expected a length that is known for refresh="
                                   f"{self.config.refresh}: chunks are counted while the graph is built")  # fmt: skip
@@ -235,11 +257,13 @@ class FWLBlock(keras.layers.Layer):
                            fresh=fresh, cu_seqlens=cu_seqlens, logits=logits)  # fmt: skip
 
     def _initial(self, batch):
+        """The state of a refreshed block before the first token."""
         inputs, dtype = self.slow_weights["dense1"].shape[0], self.compute_dtype
         dtypes = dict(wide=accumulation_dtype(dtype), input=dtype, whole="int32")
         return refresh.initial(self.config, inputs, batch, lambda shape, kind: ops.zeros(shape, dtypes[kind]))
 
     def _check_state(self, state, sequences, inputs):
+        """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
         check = fwl.check_state if self.config.refresh is None else refresh.check_state
         check(self.config, state, sequences, inputs)
 
@@ -302,6 +326,12 @@ def make_labels(
         ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
 
     Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+
+    Args:
+        tokens: (B, T) whole numbers.
+        pad_id: the token that stands for padding, if there is one.
+        cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+        dtype: of the weights.
     """
     dtype = dtype or keras.config.floatx()
     if not isinstance(tokens, KerasTensor):

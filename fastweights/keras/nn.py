@@ -25,7 +25,16 @@ from fastweights.literals import LayerNorm, Method, Rule
 
 @keras.saving.register_keras_serializable(package="fastweights")
 class FastWeightAttention(keras.layers.Layer):
-    """A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+    r"""A sequence mixer whose hidden state is a matrix per head, written and read token by token.
+
+    It takes the place of self-attention in a block: the input is projected to queries, keys and values, every head
+    keeps a memory S, and each token writes into it and reads from it,
+
+    $$ S_t = a_t S_{t-1} + \beta_t \phi(k_t) (v_t - d\, (a_t S_{t-1})^\top \phi(k_t))^\top,
+       \qquad o_t = S_t^\top \phi(q_t) $$
+
+    with d = 1 for the delta rule and d = 0 for the sum. The outputs of all heads are normalised, gated where asked for,
+    and projected back to `dim`. Time is linear in the number of tokens; the state does not grow with them.
 
         >>> layer = FastWeightAttention(64, heads=4)
         >>> y, state = layer(keras.random.normal((2, 10, 64)))         # (B, T, dim) -> (B, T, dim)
@@ -52,9 +61,10 @@ class FastWeightAttention(keras.layers.Layer):
         decay: "learned" per token and head (Gated DeltaNet), "channel" per key channel too (Kimi Delta Attention),
             "gla" (a root of a sigmoid per key channel), "rwkv-7" (never below 0.54), "retnet", a share kept per token,
             one for each head, or None.
-        decay_rank: numbers of a token that the decays of its channels are made of; the key width, or 16 for "gla".
-        erase: learn, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal", a
-            write of its own that takes away what a removal key retrieves (RWKV-7).
+        decay_rank: width of the vector from which a token's decays per channel are projected; the key width when
+            absent, or 16 for "gla".
+        erase: True learns, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal"
+            adds a write of its own that takes away what a removal key retrieves (RWKV-7).
         conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
         gate: multiply the output by SiLU of a projection of the input; "sigmoid", by that instead.
         out_norm: RMS norm over each head's output.
@@ -107,9 +117,16 @@ class FastWeightAttention(keras.layers.Layer):
 
     @classmethod
     def preset(cls, name: str, dim: int, heads: int, **changes: Any) -> "FastWeightAttention":
-        """The layer of a published model: `FastWeightAttention.preset("delta-network", dim=256, heads=8)`.
+        """The layer of a published model, with `changes` to its arguments.
 
-        name: one of `PRESETS`, whose values are the arguments; `changes` go first.
+        Args:
+            name: one of `PRESETS`, whose values are the arguments, or a shorter name of it.
+            dim, heads: as for the class.
+            changes: arguments that are to differ from the published ones.
+
+        Examples:
+            >>> FastWeightAttention.preset("delta-network", dim=32, heads=2)
+            FastWeightAttention(32, heads=2, features='dpfp-3', rule='delta', norm='sum', out_norm=False)
         """
         return cls(dim, heads, **attention_config.preset_arguments(name, changes))
 
@@ -131,7 +148,18 @@ class FastWeightAttention(keras.layers.Layer):
         mask: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """y (B, T, dim) and the state after x (B, T, dim).  cu_seqlens, mask: as for `fast_weight`."""
+        """Read x and return what each token read from the memory, and the state after the last token.
+
+        Args:
+            x: (B, T, dim), or (1, T, dim) with `cu_seqlens`.
+            state: what an earlier call returned; an empty memory when absent.
+            cu_seqlens: (N + 1,) offsets of N texts packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding, which neither writes nor reads.
+            training: whether `redraw` applies, as Keras says.
+
+        Returns:
+            y (B, T, dim), and an `AttentionState` of B texts (N where they are packed).
+        """
         if self.redraw and training:
             self.draw()
         if mask is None and cu_seqlens is None:
@@ -157,7 +185,7 @@ class FastWeightAttention(keras.layers.Layer):
         return y[:, 0], state
 
     def init_state(self, batch: int) -> AttentionState:
-        """The state that None stands for."""
+        """The empty state of `batch` texts that None stands for, as tensors."""
         return AttentionState(*(ops.zeros(shape, dtype) for shape, dtype in self._state(batch)))
 
     def draw(self) -> None:
@@ -169,6 +197,7 @@ class FastWeightAttention(keras.layers.Layer):
             self.projection.assign(_directions(self.config, ops.convert_to_tensor(self.draws), self.projection.dtype))
 
     def compute_output_spec(self, x, state=None, cu_seqlens=None, mask=None, training=None):
+        """Shapes and dtypes of what `call` returns, for a functional model."""
         attention.check_input(self.config, x, state, mask)
         batch = x.shape[0]
         if cu_seqlens is not None:
@@ -177,9 +206,11 @@ class FastWeightAttention(keras.layers.Layer):
         return KerasTensor(x.shape, self.compute_dtype), state
 
     def compute_mask(self, inputs, previous_mask):
+        """The mask of x is that of y."""
         return [previous_mask]  # of y; a state has none
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments that make this layer again, for saving."""
         arguments = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         arguments |= dict(redraw=self.redraw, method=self.method, chunk_size=self.chunk_size)
         if callable(self.config.features):
@@ -198,16 +229,19 @@ class FastWeightAttention(keras.layers.Layer):
         yield (batch, c.conv - 1 if c.conv else 0, c.channels), dtype
 
     def _absent_as_empty(self, state):
+        """The state with empty tensors where the layer has no such part: Keras takes no None for an output."""
         B = ops.shape(state.memory)[0]
         return AttentionState(*(ops.zeros(shape, dtype) if part is None else part
                                 for part, (shape, dtype) in zip(state, self._state(B), strict=True)))  # fmt: skip
 
 
 def _project(weight, x):
+    """x (..., in) times weight (in, out)."""
     return OPS.matmul(x, weight)
 
 
 def _absent_as_none(state):
+    """The inverse: parts with an axis of length 0 become None again."""
     if state is None or len(state) != 3:  # the latter raises where the input is checked
         return state
     return AttentionState(*(None if part is None or 0 in tuple(part.shape)[1:] else part for part in state))
@@ -259,7 +293,18 @@ def export_parameters(layer: keras.layers.Layer) -> dict[str, np.ndarray]:
 
 
 def import_parameters(layer: keras.layers.Layer, arrays: Mapping[str, Any]) -> None:
-    """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer."""
+    """Set the parameters to `arrays`, which `export_parameters` of any framework gave for the same layer.
+
+    Args:
+        layer: the layer to fill, made with the same arguments as the one that was exported.
+        arrays: name -> array. A missing, unknown or misshapen one raises FastWeightError, before anything is changed.
+
+    Examples:
+        >>> one, other = FastWeightAttention(8, heads=2), FastWeightAttention(8, heads=2)
+        >>> import_parameters(other, export_parameters(one))
+        >>> bool((export_parameters(other)["in_proj"] == export_parameters(one)["in_proj"]).all())
+        True
+    """
     weights = _weights(layer)
     attention_config.check_parameters(arrays, {name: tuple(w.shape) for name, w in weights.items()})
     for name, w in weights.items():
@@ -279,4 +324,5 @@ def _weights(layer):
 
 
 def _to_numpy(w):
+    """A weight as NumPy, which has no bfloat16: such a weight becomes float32."""
     return np.array(ops.convert_to_numpy(ops.cast(w, "float32") if dtype_name(w) == "bfloat16" else w))

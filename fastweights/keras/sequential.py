@@ -15,6 +15,7 @@ from fastweights.sequential import RNNState, check_activation, check_rates, laye
 
 
 def _tanh(x):
+    """tanh, in float64 too on every backend."""
     if keras.backend.backend() == "jax":  # where ops.tanh loses float64
         import jax.numpy as jnp
 
@@ -32,7 +33,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @keras.saving.register_keras_serializable(package="fastweights")
 class FastWeightRNN(keras.layers.Layer):
-    """A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+    r"""A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
+
+    The hidden vector h first follows from the input and the last hidden vector, then is pulled, `inner_steps` times,
+    towards past hidden vectors that it resembles, which the fast weights A hold:
+
+    $$ b_t = W h_{t-1} + C x_t + c, \qquad g \leftarrow f(b_t), \qquad
+       g \leftarrow f(\mathrm{LN}(b_t + A_{t-1} g)), \qquad h_t = g $$
+
+    $$ A_t = \lambda A_{t-1} + \eta\, h_t h_t^\top $$
 
         >>> rnn = FastWeightRNN(8, 32)
         >>> h, state = rnn(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, hidden)
@@ -83,7 +92,12 @@ class FastWeightRNN(keras.layers.Layer):
             self.norm_bias = add_parameter(self, "norm_bias", np.zeros(size))
 
     def call(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
-        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs)."""
+        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
+        """
         _check_input(x, self.inputs)
         W = ops.convert_to_tensor(self.W)
         drive = matmul(x, self.C) + self.bias
@@ -118,17 +132,20 @@ class FastWeightRNN(keras.layers.Layer):
         return h, RNNState(last, ops.swapaxes(past * weights, 1, 2) @ past)
 
     def _settle(self, b, recall):
+        """h from b by the inner loop of the equation; recall(g) is A g."""
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         norm = lambda x: layer_norm(x, self.norm_weight, self.norm_bias, ops)  # noqa: E731
         return settle(b, recall, f, self.inner_steps, norm if self.layer_norm else None)
 
     def compute_output_spec(self, x, state=None):
+        """Shapes and dtypes of what `call` returns, for a functional model."""
         _check_input(x, self.inputs)
         (B, T, _), size, dtype = x.shape, self.hidden, self.compute_dtype
         state = RNNState(KerasTensor((B, size), dtype), KerasTensor((B, size, size), dtype))
         return KerasTensor((B, T, size), dtype), state
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments that make this layer again, for saving."""
         names = ("inputs", "hidden", "decay", "rate", "inner_steps", "layer_norm")
         return super().get_config() | {n: getattr(self, n) for n in names} | _serialised(self.activation)
 
@@ -139,7 +156,11 @@ class FastWeightRNN(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="fastweights")
 class FastWeightProgrammer(keras.layers.Layer):
-    """The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+    r"""The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+
+    At every token the slow network, one linear map of x, makes two vectors, whose outer product changes W:
+
+    $$ W_t = \sigma(W_{t-1} + a_t b_t^\top), \qquad y_t = W_t x_t, \qquad a_t, b_t \text{ linear in } x_t $$
 
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
         >>> y, W = programmer(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, outputs)
@@ -176,7 +197,12 @@ class FastWeightProgrammer(keras.layers.Layer):
         self.slow = add_parameter(self, "slow", _uniform(self.inputs, sum(self.widths)))
 
     def call(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """y (B, T, outputs) and the fast weights W after x (B, T, inputs)."""
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+        """
         _check_input(x, self.inputs)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         written = matmul(x, self.slow)
@@ -194,11 +220,13 @@ class FastWeightProgrammer(keras.layers.Layer):
         return y, state
 
     def compute_output_spec(self, x, state=None):
+        """Shapes and dtypes of what `call` returns, for a functional model."""
         _check_input(x, self.inputs)
         (B, T, _), dtype = x.shape, self.compute_dtype
         return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.widths[1]), dtype)
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments that make this layer again, for saving."""
         arguments = dict(inputs=self.inputs, outputs=self.outputs, width=self.width)
         return super().get_config() | arguments | _serialised(self.activation)
 
@@ -239,14 +267,17 @@ def _activation(given):
 
 
 def _serialised(activation):
+    """An activation as `get_config` saves it: its name, or what Keras makes of a function."""
     name = activation if isinstance(activation, str) else keras.saving.serialize_keras_object(activation)
     return {"activation": name}
 
 
 def _uniform(*shape):
+    """Uniform up to 1 / sqrt(in), as torch.nn.Linear starts."""
     return random_generator().uniform(-1, 1, shape) / math.sqrt(shape[0])
 
 
 def _check_input(x, inputs):
+    """Raise FastWeightError unless x is (B, T, inputs)."""
     if len(x.shape) != 3 or x.shape[-1] != inputs:
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")
