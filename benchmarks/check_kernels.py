@@ -86,7 +86,9 @@ class Rounding(TorchDispatchMode):
 
 def rounded(q, k, v, beta=None, log_decay=None, state=None, *, rule, read, cu_seqlens=None):
     """The chunked form in differentiable operators, under `Rounding`."""
-    return methods.plain(Inputs(q, k, v, beta, log_decay, state, cu_seqlens), Spec(rule, read, chunk_size=64))
+    return methods.plain(
+        Inputs(q, k, v, beta, log_decay, state=state, cu_seqlens=cu_seqlens), Spec(rule, read, chunk_size=64)
+    )
 
 
 def compare(precision="highest", **case):
@@ -116,7 +118,7 @@ def compare(precision="highest", **case):
 
 def cases():
     for T in (1, 2, 63, 64, 65, 130, 1000):
-        yield dict(T=T)
+        yield dict(T=T, B=32 if T < 3 else 2)  # of a few numbers the largest error is luck
     switches = ("delta", "sum"), ("after", "before"), (True, False), (True, False)
     for rule, read, beta, decay in itertools.product(*switches):
         yield dict(rule=rule, read=read, beta=beta, decay=decay)
