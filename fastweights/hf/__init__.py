@@ -1,7 +1,14 @@
 """Hugging Face: our models in its ecosystem, its models with our memory.
 
-import fastweights.hf                                  # AutoModelForCausalLM now knows our models
-model = AutoModelForCausalLM.from_pretrained("exported/")
+ours in theirs   FastWeightConfig, FastWeightModel, FastWeightForCausalLM and three other heads; `export` writes a
+run
+                 of `fastweights train` as a folder for them. Importing this module tells the Auto classes of them:
+
+                     import fastweights.hf
+                     model = AutoModelForCausalLM.from_pretrained("exported/")
+
+theirs with ours `attach` lets any causal language model learn from the text it reads; `accelerate` runs the delta
+                 rule of published hybrid models on `fast_weight`.
 """
 
 import sys

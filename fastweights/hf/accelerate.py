@@ -27,7 +27,10 @@ NORM_EPS = 1e-6  # of their unit vectors
 
 
 class Accelerated:
-    """The layers of a model that run on our operation, until `undo`; as a context manager, until its end."""
+    """The layers of a model that run on our operation, until `undo`; as a context manager, until its end.
+
+    `accelerate` returns one. Its `layers` are the modules that were changed.
+    """
 
     def __init__(self, layers: list[nn.Module]):
         self.layers = layers
@@ -55,6 +58,9 @@ def accelerate(model: nn.Module) -> Accelerated:
 
     Args:
         model: any model with layers of Qwen3-Next, Qwen3.5, OLMo-hybrid or Kimi Linear.
+
+    Returns:
+        An `Accelerated` with the layers that were changed: none of them in a second call for the same model.
     """
     found, changed = False, []
     for layer in model.modules():

@@ -33,14 +33,30 @@ WINDOW = 4096  # tokens that a cache holds unless told; on a novel and a module,
 
 
 class FastState(NamedTuple):
-    """What an attached head and its cache know of a text; None where there is no such part, or nothing is known."""
+    """What an attached head and its cache know of a text; None where there is no such part, or nothing is known.
+
+    It is the `fast_state` of a model's output, and the argument of the next call that goes on with the same text.
+
+    Attributes:
+        head: the `HeadState` of the residual layer.
+        cache: the `CacheState` of the neural cache.
+
+    Examples:
+        >>> FastState()  # before the first token
+        FastState(head=None, cache=None)
+    """
 
     head: HeadState | None = None
     cache: CacheState | None = None
 
 
 class Use(NamedTuple):
-    """Which parts of an attachment take part.  learn: whether they learn from the text."""
+    """Which parts of an attachment take part in a call.
+
+    Attributes:
+        head, cache: whether the layer and the cache answer.
+        learn: whether they learn from the text.
+    """
 
     head: bool = True
     cache: bool = True
@@ -49,7 +65,16 @@ class Use(NamedTuple):
 
 @dataclass
 class Call:
-    """One forward pass of the model: what went in, and what comes out in the place of the output embedding."""
+    """One forward pass of the model: what went in, and what comes out in the place of the output embedding.
+
+    Attributes:
+        tokens, mask: (B, T) that the model was given, and its attention mask or None.
+        state: what is known before these tokens, and after the pass what is known then.
+        cache: the model's own cache, in which the state travels.
+        context: how many of the first tokens are there for the body alone, learned before.
+        keep: `logits_to_keep` as the caller gave it.
+        logits: of the kept tokens, once they are known.
+    """
 
     tokens: Tensor
     mask: Tensor | None
@@ -61,7 +86,11 @@ class Call:
 
 
 class Hooks:
-    """What forward passes of the model mean for its head. Nothing of a call is kept here: threads may share a model."""
+    """What forward passes of the model mean for its head. Nothing of a call is kept here: threads may share a model.
+
+    Four hooks, in the order in which they run: `enter` when the model is called, `skip` and `answer` around the output
+    embedding, `leave` when the model is done.
+    """
 
     def __init__(self, model: nn.Module, head: ResidualHead, cache: NeuralCache | None, trained: list[nn.Parameter]):
         output: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -76,6 +105,7 @@ class Hooks:
         ]
 
     def used(self) -> Use:
+        """The parts that take part now: as `using` says, or all of them."""
         return self.use.get() or Use(learn=self.head.adapting)
 
     def enter(self, model: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -118,10 +148,14 @@ class Hooks:
         return (x[:, :0], *given[1:])
 
     def answer(self, output: nn.Module, given: tuple, out: Any) -> Any:
+        """The logits that `skip` made, in the place of those of the output embedding."""
         call = self.call.get()
         return None if call is None else call.logits
 
     def leave(self, model: nn.Module, given: tuple, named: dict[str, Any], out: Any) -> None:
+        """Put what was learned into the model's cache and output. Runs after an error too, so that no call stays
+        behind.
+        """
         call = self.call.get()
         self.call.set(None)
         if call is None or out is None:
@@ -163,6 +197,7 @@ class Hooks:
         return torch.nn.functional.pad(losses, (1, 0))
 
     def remove(self) -> None:
+        """Take the hooks off the model."""
         for handle in self.handles:
             handle.remove()
 
@@ -223,7 +258,15 @@ def attach(
 
 
 def detach(model: nn.Module) -> ResidualHead:
-    """Take the head off again; the model is as it was. Returns the head."""
+    """Take the head off again; the model is as it was. Returns the head.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    >>> head = attach(model)
+    >>> detach(model) is head, hasattr(model, "fast_head")
+    (True, False)
+    """
     head = attached(model)
     hooks: Hooks = head.hooks  # type: ignore[assignment]
     hooks.remove()
@@ -234,7 +277,9 @@ def detach(model: nn.Module) -> ResidualHead:
 
 
 def attached(model: nn.Module) -> ResidualHead:
-    """The head that `attach` or `load_attached` put on a model; raises where there is none."""
+    """The head that `attach` or `load_attached` put on a model, `model.fast_head`; raises FastWeightError where
+    there is none.
+    """
     head = getattr(model, NAME, None)
     if not isinstance(head, ResidualHead):
         raise FastWeightError("no head is attached; expected attach(model) or load_attached(model, folder) first")
@@ -268,7 +313,12 @@ def using(model: nn.Module, *, head: bool = True, cache: bool = True, learn: boo
 
 
 def save_attached(model: nn.Module, folder: str | Path) -> None:
-    """Write the new part alone into a folder: a safetensors file and what it is, as JSON. The model is not written."""
+    """Write the new part alone into a folder: a safetensors file and what it is, as JSON. The model is not written.
+
+    Args:
+        model: a model with an attached head.
+        folder: is made if it does not exist. `load_attached` reads it for the same kind of model.
+    """
     head = attached(model)
     hooks: Any = head.hooks
     cache = None if hooks.cache is None else hooks.cache.to_dict()
@@ -281,6 +331,20 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
     """Attach the head that `save_attached` or `fastweights hf adapt` wrote for this model; returns it.
 
     A head for a model of another type, width or vocabulary is refused.
+
+    Args:
+        model: a causal language model without a head.
+        folder: of the head.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+        >>> head = attach(model)
+        >>> save_attached(model, "some.head")
+        >>> _ = detach(model)
+        >>> torch.equal(load_attached(model, "some.head").dense1, head.dense1)
+        True
     """
     folder = Path(folder)
     about = read_json(folder / CONFIG, "a folder that `fastweights hf adapt` wrote")
@@ -299,10 +363,15 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
 
 
 def _identity(model: Any) -> dict[str, Any]:
+    """What a head must fit: the model's type, the size of its vocabulary and the width of its features."""
     weight = model.get_output_embeddings().weight
     return dict(type=model.config.model_type, vocabulary=weight.shape[0], width=weight.shape[1])
 
 
 def state_of(cache: Any) -> FastState | None:
-    """What the head has learned, in the cache that a forward pass or `generate` returned."""
+    """What the head has learned, in the cache that a forward pass or `generate` returned; None before the first token.
+
+    Args:
+        cache: `out.past_key_values` of a model with an attached head.
+    """
     return memory_of(cache).state

@@ -25,9 +25,11 @@ class Rows:
         self.state = map_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)), self.state)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
         self.state = map_tensors(lambda x: x[indices.to(x.device)], self.state)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row as many times, side by side: what beam search starts with."""
         self.state = map_tensors(lambda x: x.repeat_interleave(repeats, 0), self.state)
 
     def crop(self, tokens: int) -> None:
@@ -39,6 +41,7 @@ class Rows:
             )
 
     def reset(self) -> None:
+        """Forget everything."""
         self.state = None
 
     @property
@@ -48,6 +51,7 @@ class Rows:
 
     @property
     def is_initialized(self) -> bool:
+        """Whether anything has been read."""
         return self.state is not None
 
 
@@ -69,14 +73,29 @@ class Reading(NamedTuple):
 
 
 class FastWeightCache(Rows):
-    """The state of a `FastWeightForCausalLM`.
+    """The state of a `FastWeightForCausalLM`, as the `past_key_values` that `generate` passes around.
 
-    state: of the blocks and of the Fast Weight Layer, or None before the first token.  seen: tokens read, padding
-    included.  layers: what an attached head remembers beside it.
+    Its size is the same after one token and after a million. `copy.copy` is a fork that goes its own way.
 
     What has been read cannot be unread from a memory. Where a draft may be rejected (`activate_past_recording`, which
     assisted generation calls), what the calls read is kept with the state before them, until the next `crop`; tokens
     that stay of a call which is cut are read again with the next one.
+
+    Attributes:
+        state: of the blocks and of the Fast Weight Layer, or None before the first token.
+        seen: tokens read, padding included.
+        layers: what an attached head remembers beside it.
+
+    Examples:
+        >>> import torch
+        >>> from fastweights.hf import FastWeightConfig, FastWeightForCausalLM
+        >>> config = FastWeightConfig(hidden_size=16, num_attention_heads=2, mixers="delta")
+        >>> model = FastWeightForCausalLM(config).eval()
+        >>> cache = model(torch.zeros(1, 5, dtype=torch.long)).past_key_values
+        >>> size = cache.bytes
+        >>> cache = model(torch.zeros(1, 50, dtype=torch.long), past_key_values=cache).past_key_values
+        >>> cache.seen, cache.bytes == size
+        (55, True)
     """
 
     is_croppable = True
@@ -114,32 +133,39 @@ class FastWeightCache(Rows):
         self.readings = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that were read, which `generate` counts from."""
         return self.seen
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit."""
         return -1  # none
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on with what row beam_idx[i] knows, an attached head's part too."""
         super().reorder_cache(beam_idx)
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order, an attached head's part too."""
         super().batch_select_indices(indices)
         for layer in self.layers:
             layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row as many times, side by side, an attached head's part too."""
         super().batch_repeat_interleave(repeats)
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
     def reset(self) -> None:
+        """Forget everything."""
         super().reset()
         self.seen, self.layers, self.readings, self.again = 0, [], [], None
 
     @property
     def batch_size(self) -> int:
+        """Rows of the state; -1 before the first token."""
         found: list[int] = []
         map_tensors(lambda x: found.append(len(x)), self.state)
         return found[0] if found else -1
@@ -157,6 +183,7 @@ def _leaves(cache: FastWeightCache) -> tuple[list, Any]:
 
 
 def _of_leaves(values: Any, seen: Any) -> FastWeightCache:
+    """The cache that `_leaves` took apart."""
     return FastWeightCache(next(iter(values)), seen)
 
 
@@ -170,7 +197,10 @@ pytree.register_pytree_node(
 
 
 class HeadMemory(Rows):
-    """What an attached head remembers, as one more layer of any model's cache."""
+    """What an attached head remembers, as one more layer of any model's cache.
+
+    It holds no keys and values and no tokens, so it answers the questions that caches ask their layers with nothing.
+    """
 
     supports_early_init = False
     is_sliding = False
@@ -222,6 +252,8 @@ def _beside(cache: Any) -> HeadMemory:
 
 @functools.cache
 def _reordering(kind: Any) -> type:
+    """A class like `kind` whose reordering also reorders the head's memory; one per class, made once."""
+
     class WithHeadMemory(kind):
         def reorder_cache(self, beam_idx: Tensor) -> Any:
             self.head_memory.reorder_cache(beam_idx)

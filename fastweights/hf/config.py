@@ -16,12 +16,18 @@ class FastWeightConfig(PreTrainedConfig):
         3
 
     Args:
+        vocab_size: tokens; 257 is every byte and the start of a document.
+        hidden_size: width of the features.
+        num_attention_heads: memories, or attention heads, per block.
         mixers: the mixer of each block, as in `fastweights train --layers`: a list, or "delta*3,softmax".
-        intermediate_size: 0 for 4 hidden_size (relu) or 8/3 hidden_size (swiglu).
+        intermediate_size: width of the feed-forward layers; 0 for 4 hidden_size (relu) or 8/3 hidden_size (swiglu).
+        feed_forward: "swiglu" or "relu".
         sliding_window: tokens that softmax blocks look back.
         head: "linear", or "fwl", a Fast Weight Layer, which learns from every token it reads.
         fast: its arguments: size (its hidden width; 2 hidden_size when 0), normalizer, step_size, decay, rule, clip.
         adapt: whether it learns while it reads; without, its slow weights answer.
+        dropout: share of features dropped after every mixer and feed-forward layer in training.
+        use_cache, tie_word_embeddings, pad_token_id, bos_token_id, eos_token_id, kwargs: as of every configuration.
     """
 
     model_type = "fastweights"
@@ -67,7 +73,7 @@ class FastWeightConfig(PreTrainedConfig):
         self.num_hidden_layers = len(self.mixers)
 
     def trunk(self) -> Config:
-        """The same in the application's terms, without its head."""
+        """The same as the `Config` of `fastweights train`, without its head: what the blocks are made from."""
         return Config(
             layers=",".join(self.mixers),
             dim=self.hidden_size,

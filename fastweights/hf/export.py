@@ -21,11 +21,11 @@ def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWe
     """Write the model of a run into the folder `target`, as `save_pretrained` would; returns the model.
 
     `AutoModelForCausalLM.from_pretrained(target)` and `AutoTokenizer.from_pretrained(target)` read it, once
-    `fastweights.hf` is imported.
+    `fastweights.hf` is imported. Logits and tokens are those of the run.
 
     Args:
         run: folder that `fastweights train` made.
-        target: new or empty folder.
+        target: new or empty folder; it appears when it is complete.
         last: take the last weights rather than those with the best validation loss.
     """
     target = Path(target)
@@ -74,7 +74,11 @@ def from_language_model(source: LanguageModel) -> FastWeightForCausalLM:
 
 
 def tokenizer_of(ours: Bytes | Subwords) -> Any:
-    """The same tokens for the same text, with the start of a document in front, as the model was trained."""
+    """The same tokens for the same text, with the start of a document in front, as the model was trained.
+
+    Returns:
+        A `PreTrainedTokenizerFast`. Its start token is also the end of a text and the padding, on the left.
+    """
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 

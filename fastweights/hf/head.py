@@ -28,7 +28,10 @@ STEPS = 6  # learned step sizes: of both matrices and biases, and of the norm's 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Everything a head is, but its weights. Arguments as of `FWLBlock`; size is the hidden width."""
+    """Everything a head is, but its weights. Arguments as of `FWLBlock`; size is the hidden width.
+
+    width: of the features;  normalizer: a number, since a stream does not know how many tokens will follow.
+    """
 
     width: int
     size: int
@@ -51,6 +54,9 @@ class HeadConfig:
 
     @property
     def layer(self) -> fwl.FWLConfig:
+        """The same as the configuration of a Fast Weight Layer; its vocabulary of 1 is a placeholder for the
+        caller's own.
+        """
         return fwl.FWLConfig(
             self.width, 1, hidden=self.size, normalizer=self.normalizer, step_size=self.step_size, decay=self.decay,
             rule=self.rule, clip=self.clip, first_order=self.first_order, eps=self.eps, refresh=self.refresh,
@@ -58,6 +64,7 @@ class HeadConfig:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
         return asdict(self)
 
 
@@ -74,6 +81,11 @@ class FastHead(nn.Module):
 
     The features at token t have learned from the tokens up to t, and from nothing after it. The output embedding
     `unembed` (V, D), with a bias (V,) or None, is used and not held.
+
+        >>> head = FastHead(HeadConfig(width=8, size=16, step_size=0.1, normalizer=32.0))
+        >>> features, state = head(torch.randn(1, 5, 8), torch.randint(20, (1, 5)), torch.randn(20, 8))
+        >>> features.shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(self, config: HeadConfig, *, device: Any = None, dtype: Any = None):
@@ -112,9 +124,15 @@ class FastHead(nn.Module):
         self, x: Tensor, tokens: Tensor, unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None,
         state: Any = None, learn: bool = True,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """mask (B, T): False for padding, wherever it is.  learn=False: the features of what is known so far.
+        """Features (B, T, D) in the place of x, and the state after the last token.
 
-        A token below 0 is one that nobody knows: nothing is learned from it.
+        Args:
+            x: (B, T, D).
+            tokens: (B, T) that belong to x. One below 0 is one that nobody knows: nothing is learned from it.
+            unembed, bias: (V, D) and (V,) or None, the output embedding.
+            mask: (B, T), False for padding, wherever it is.
+            state: of an earlier call; `init_state(B)` when absent.
+            learn: False gives the features of what is known so far, and the state as it was.
         """
         state = self.init_state(len(x)) if state is None else state
         u = x.to(self.dense1.dtype)
@@ -186,6 +204,7 @@ class FastHead(nn.Module):
         return dn.to(features.dtype)
 
     def _slow(self, x):
+        """The slow pass of x: what the weights make of it before anything is learned."""
         return fwl.slow_pass(self.config.layer, OPS, self._weights(), x)
 
     def _write(self, before, dn):
@@ -193,9 +212,11 @@ class FastHead(nn.Module):
         return fwl.write(self.config.layer, OPS, self._weights(), before.x, before.slow, dn)
 
     def _read(self, x, slow, memory):
+        """The fast features, with memory(i, q) the answer of the i-th memory."""
         return fwl.read(self.config.layer, OPS, self._weights(), x, slow, memory)
 
     def _weights(self):
+        """Parameters by name, as fwl.py takes them."""
         return dict(self.named_parameters(recurse=False))
 
     def extra_repr(self) -> str:

@@ -28,6 +28,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def save(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
+    """Write the head, the optimiser's moments and the progress; each file is whole or absent."""
     save_attached(trainer.model, folder)
     slots = trainer.optimizer.state_dict()["state"]
     tensors = {f"{i}.{name}": torch.as_tensor(x) for i, values in slots.items() for name, x in values.items()}

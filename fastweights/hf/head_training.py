@@ -20,9 +20,18 @@ from fastweights.torch import cross_entropy
 
 @dataclass(frozen=True)
 class Adapting:
-    """length: tokens of a document per step, the span of backpropagation; window, stride: as of `Reading`.
+    """How a head is trained.
 
-    lr is that of the matrices; the step sizes, a few numbers, learn `step_rate` times as fast.
+    Attributes:
+        steps: of the optimiser.
+        batch: documents read side by side.
+        length: tokens of a document per step, the span of backpropagation.
+        window, stride: tokens that the body sees at once, and between the starts of two windows; as of `Reading`.
+        lr: of the matrices.
+        step_rate: how many times as fast the step sizes, a few numbers, learn.
+        warmup: steps in which the rate rises.
+        clip: largest norm of a gradient.
+        seed: of the order of documents.
     """
 
     steps: int = 400
@@ -107,7 +116,13 @@ def read_batch(model: Any, batch: list[Piece], how: Adapting) -> tuple[Tensor, T
 
 
 class HeadTrainer:
-    """steps of Adam on the head of a model, one `step()` at a time."""
+    """Steps of Adam on the head of a model, one `step()` at a time.
+
+    Args:
+        model: with an attached head; its own weights are not trained.
+        documents: arrays (T,) of tokens.
+        how: an `Adapting`. Its length must be a multiple of the head's refresh.
+    """
 
     def __init__(self, model: Any, documents: list[np.ndarray], how: Adapting):
         self.model, self.head, self.how, self.at = model, attached(model), how, 0
@@ -155,7 +170,17 @@ def train_head(
     model: Any, documents: list[np.ndarray], how: Adapting, *,
     report: Callable[[int, float, float], Any] = lambda step, loss, without: None,
 ) -> HeadTrainer:  # fmt: skip
-    """Train the attached head of a model on documents of tokens; report(step, loss, loss without the head)."""
+    """Train the attached head of a model on documents of tokens.
+
+    Args:
+        model: a model with an attached head.
+        documents: arrays (T,) of tokens.
+        how: an `Adapting`.
+        report: report(step, loss, loss without the head) after every step.
+
+    Returns:
+        The trainer, whose `step` can go on.
+    """
     trainer = HeadTrainer(model, documents, how)
     while trainer.at < how.steps:
         report(trainer.at, *trainer.step())

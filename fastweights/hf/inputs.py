@@ -71,6 +71,7 @@ def text_starts(x: Tensor, mask: Tensor | None, position_ids: Tensor | None, pac
 
 
 def _by_offsets(offsets, x):
+    """Texts packed into one row with offsets (N + 1,), as pieces of it."""
     B, T = x.shape[:2]
     if B != 1:
         raise FastWeightError(f"cu_seq_lens_q is given for {B} rows; expected one: all texts in it, end to end")

@@ -13,7 +13,17 @@ from fastweights.torch.devices import pick_device
 
 
 def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder of the ecosystem or a GGUF file, whose numbers are made whole again."""
+    """(model, tokenizer) of a folder of the ecosystem or a GGUF file, whose quantised weights become real numbers
+    again.
+
+    Args:
+        path: folder with config.json, folder with a single GGUF file, or the file itself. Nothing is downloaded.
+        device: "cpu", "cuda", or "auto", a GPU where PyTorch finds one.
+        dtype: of the weights.
+
+    Returns:
+        The model in evaluation mode, and a fast tokenizer, which knows what bytes a token stands for.
+    """
     import transformers
 
     path = Path(path)
@@ -53,6 +63,7 @@ def read_text(tokenizer: Any, name: str, data: bytes) -> Text:
 
 
 def read_file(tokenizer: Any, path: Path, limit: int = 0) -> Text:
+    """A file as a `Text`; the first `limit` bytes of it where that is not 0."""
     try:
         data = path.read_bytes()
     except OSError as error:

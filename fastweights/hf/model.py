@@ -25,6 +25,8 @@ class FastWeightBlock(GradientCheckpointingLayer, Block):
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):
+    """What all our models of the ecosystem share: their configuration, initial weights and abilities."""
+
     config_class = FastWeightConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -51,11 +53,20 @@ class FastWeightPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
+        """No: a list of keys and values is not what these models remember. They make their own cache."""
         return False
 
 
 class FastWeightModel(FastWeightPreTrainedModel):
-    """Embedding, blocks and norm: tokens (B, T) -> features (B, T, D)."""
+    """Embedding, blocks and norm: tokens (B, T) -> features (B, T, D).
+
+        >>> model = FastWeightModel(FastWeightConfig(hidden_size=16, num_attention_heads=2, mixers="delta*2"))
+        >>> model(torch.zeros(1, 8, dtype=torch.long)).last_hidden_state.shape
+        torch.Size([1, 8, 16])
+
+    Args:
+        config: a `FastWeightConfig`.
+    """
 
     def __init__(self, config: FastWeightConfig):
         super().__init__(config)
@@ -67,9 +78,11 @@ class FastWeightModel(FastWeightPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens."""
         return self.embed_tokens
 
     def set_input_embeddings(self, value: Any) -> None:
+        """Replace it."""
         self.embed_tokens = value
 
     def forward(
@@ -85,9 +98,17 @@ class FastWeightModel(FastWeightPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,  # of packed batches, see inputs.py; others are refused
     ) -> BaseModelOutputWithPast | tuple:
-        """attention_mask (B, T) or (B, all tokens so far): 0 for padding, on any side.
+        """Features of tokens, or of embeddings, and the cache after them.
 
-        position_ids (B, T): memories need none, but where they do not go on by 1, another text starts.
+        Args:
+            input_ids: (B, T) tokens; or inputs_embeds (B, T, D), one of the two.
+            attention_mask: (B, T) or (B, all tokens so far): 0 for padding, on any side.
+            position_ids: (B, T). Memories need none, but where they do not go on by 1, another text starts.
+            past_key_values: a `FastWeightCache`, to go on with the same texts.
+            use_cache: whether to return one; as the configuration says when absent, and not in training.
+            output_hidden_states: return the output of every block too.
+            output_attentions: must not be True: a memory has no attention weights.
+            kwargs: cu_seq_lens_q or seq_idx of packed batches; others are refused.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise FastWeightError("input_ids and inputs_embeds are both given or both absent; expected one of them")
@@ -123,6 +144,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         return out if _dict_wanted(self.config, return_dict) else out.to_tuple()
 
     def _cache(self, given, use_cache, batch):
+        """The cache to go on with or to fill, or None."""
         use = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if given is None:
             return FastWeightCache() if use else None
@@ -135,12 +157,17 @@ class FastWeightModel(FastWeightPreTrainedModel):
 
 
 class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
-    """A language model with memory of constant size.
+    """A language model with memory of constant size, which `generate`, `Trainer` and `pipeline` take as any other.
 
-    >>> model = FastWeightForCausalLM(FastWeightConfig(hidden_size=16, num_attention_heads=2, mixers="delta*2"))
-    >>> out = model(torch.zeros(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long))
-    >>> out.logits.shape
-    torch.Size([1, 8, 257])
+        >>> model = FastWeightForCausalLM(FastWeightConfig(hidden_size=16, num_attention_heads=2, mixers="delta*2"))
+        >>> out = model(torch.zeros(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long))
+        >>> out.logits.shape
+        torch.Size([1, 8, 257])
+        >>> model.generate(torch.zeros(1, 3, dtype=torch.long), max_new_tokens=4, do_sample=False).shape
+        torch.Size([1, 7])
+
+    Args:
+        config: a `FastWeightConfig`; with head="fwl" the output learns from every token that the model reads.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - the base class's own form
@@ -153,9 +180,11 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
+        """The matrix from features to logits."""
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace it."""
         self.lm_head = new_embeddings
 
     def forward(
@@ -175,9 +204,14 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         **kwargs: Any,  # of packed batches, see inputs.py; others are refused
     ) -> CausalLMOutputWithPast | tuple:
-        """labels (B, T): as input_ids, -100 where none is scored; the loss is that of the next token, their mean.
+        """Logits, the loss where labels are given, and the cache.
 
-        shift_labels (B, T): the same, one token earlier already.
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as of `FastWeightModel`.
+            labels: (B, T), as input_ids, -100 where none is scored; the loss is that of the next token, their mean.
+            logits_to_keep: how many of the last tokens, or which, get logits; 0 for all.
+            num_items_in_batch: what the summed loss is divided by, where a batch is a part of a larger one.
+            shift_labels: (B, T), labels that are shifted by one token already.
         """
         packing = packing_of(kwargs)
         given = past_key_values if isinstance(past_key_values, FastWeightCache) else FastWeightCache()
@@ -247,6 +281,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
 
 
 def _dict_wanted(config, return_dict):
+    """Whether an output with names is wanted, rather than a tuple."""
     return config.return_dict if return_dict is None else return_dict
 
 
@@ -260,6 +295,7 @@ def _loaded(module):
 
 
 def _head(config: FastWeightConfig) -> HeadConfig:
+    """The configuration of the Fast Weight Layer."""
     fast = dict(config.fast)
     size = fast.pop("size") or 2 * config.hidden_size
     return HeadConfig(config.hidden_size, size, **fast)

@@ -32,7 +32,19 @@ RMS_EPS = 1e-6
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Everything a residual head is, but its weights.  width D, size F;  refresh C;  step_size, clip: of the update."""
+    """Everything a residual head is, but its weights; `attach` makes it from its arguments.
+
+    Attributes:
+        width: D, of the features.
+        size: F, the hidden width of the layer.
+        refresh: C, tokens between two steps of gradient descent.
+        step_size: that these steps start with, before training.
+        clip: the largest length of a gradient.
+
+    Examples:
+        >>> HeadSettings(width=64, size=128).to_dict()
+        {'width': 64, 'size': 128, 'refresh': 64, 'step_size': 0.01, 'clip': 1.0}
+    """
 
     width: int
     size: int
@@ -49,14 +61,18 @@ class HeadSettings:
                 raise FastWeightError(f"{name} is {getattr(self, name)}; expected a positive number")
 
     def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
         return asdict(self)
 
 
 class HeadState(NamedTuple):
     """What a head knows after some tokens; batch first.
 
-    dense1 (B, D, F), dense2 (B, F, D): S1 and S2;  x, means (B, C, D), tokens (B, C): of the chunk that is being read,
-    the features, the m of each and the token they came from;  waiting (B,): how many of the C there are.
+    Attributes:
+        dense1, dense2: (B, D, F) and (B, F, D), S1 and S2: what the text has taught.
+        x, means: (B, C, D), of the chunk that is being read, the features and the m of each.
+        tokens: (B, C), the tokens that they came from.
+        waiting: (B,), how many of the C there are.
     """
 
     dense1: Tensor
@@ -68,9 +84,13 @@ class HeadState(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """logits (B, K, V) of the last K tokens, log_sums (B, K) of their exponentials, and losses (B, T): of each token,
+    """What a head says to a call, and what a cache needs of it.
 
-    as the one before it predicted it in this call; 0 where that one is not of this call.
+    Attributes:
+        logits: (B, K, V) of the last K tokens.
+        log_sums: (B, K), logarithms of their summed exponentials.
+        losses: (B, T) of each token, as the one before it predicted it in this call; 0 where that one is not of this
+            call.
     """
 
     logits: Tensor
@@ -88,9 +108,28 @@ class Layer(NamedTuple):
 
 
 class ResidualHead(nn.Module):
-    """logits, state = head(x, tokens, embedding): x (B, T, D) of a causal body, tokens (B, T) that it read.
+    r"""answers, state = head(x, tokens, embedding): x (B, T, D) of a causal body, tokens (B, T) that it read.
+
+    A residual layer whose two matrices take a step of gradient descent after every `refresh` tokens of the text. With
+    u = x / rms(x) and S what the text has taught so far,
+
+    $$ n = x + \mathrm{relu}(u (W_1 + S_1))^2 (W_2 + S_2), \qquad
+       S \leftarrow S - e\, g \min(1, \mathrm{clip} / |g|) $$
+
+    where g is the gradient of the mean loss of those tokens and e the learned steps. W2 starts at 0, so a head that has
+    learned nothing changes nothing.
+
+        >>> head, embedding = ResidualHead(HeadSettings(8, 16, refresh=4)), nn.Linear(8, 20)
+        >>> x, tokens = torch.randn(1, 10, 8), torch.randint(20, (1, 10))
+        >>> answers, state = head(x, tokens, embedding)
+        >>> answers.logits.shape, state.waiting.tolist()  # two chunks are learned, and two tokens wait
+        (torch.Size([1, 10, 20]), [2])
 
     `embedding`, the output embedding, is an `nn.Linear` or the like that belongs to the model: called, and not held.
+
+    Args:
+        settings: a `HeadSettings`.
+        device, dtype: of the parameters.
     """
 
     def __init__(self, settings: HeadSettings, *, device: Any = None, dtype: Any = None):
@@ -104,6 +143,7 @@ class ResidualHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the initial weights anew: the second matrix is 0, so that the layer starts as nothing."""
         nn.init.normal_(self.dense1, std=self.settings.width**-0.5)
         nn.init.zeros_(self.dense2)
         nn.init.constant_(self.log_steps, math.log(self.settings.step_size))
@@ -125,7 +165,16 @@ class ResidualHead(nn.Module):
         self, x: Tensor, tokens: Tensor, embedding: Any, *, mask: Tensor | None = None, state: HeadState | None = None,
         keep: int = 0,
     ) -> tuple[Answers, HeadState]:  # fmt: skip
-        """Read tokens and learn from them.  mask (B, T): False for padding;  keep: K, or 0 for all T."""
+        """Read tokens and learn from them: answers for the last K of them, and the state after all.
+
+        Args:
+            x: (B, T, D) features.
+            tokens: (B, T).
+            embedding: from features to logits.
+            mask: (B, T), False for padding.
+            state: of an earlier call; `init_state(B)` when absent.
+            keep: K, or 0 for all T.
+        """
         C, (B, T) = self.settings.refresh, tokens.shape
         K = keep or T
         before = self.init_state(B) if state is None else state
@@ -178,6 +227,7 @@ class ResidualHead(nn.Module):
         return torch.cat(losses, 1), (S1, S2)
 
     def _layer(self, W1, W2, x):
+        """The layer with weights W1 and W2 applied to x (B, T, D), and what its gradient needs."""
         u = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + RMS_EPS)
         h = u @ W1
         a = torch.relu(h).square()
@@ -224,6 +274,9 @@ class _Row(NamedTuple):
 
     @classmethod
     def of(cls, x, tokens, state, mask):
+        """From new x (B, T, D) and tokens (B, T), of which mask says what is padding, and those that wait in the
+        state.
+        """
         (B, T), C = tokens.shape, state.x.shape[1]
         counts = state.waiting.tolist()
         new, place = torch.zeros_like(x), torch.arange(-C, T, device=x.device).expand(B, -1)
@@ -257,6 +310,7 @@ class _Row(NamedTuple):
             to[row, at] = values[row, column].to(to.dtype)
 
     def after(self, C: int, means: Tensor, S1: Tensor, S2: Tensor) -> HeadState:
+        """The state after these tokens: S1, S2, and the tokens of the chunk that is not full."""
         begin = (self.lengths - 1).clamp(min=0) // C * C
         at = (begin[:, None] + torch.arange(C, device=begin.device)).clamp(max=self.x.shape[1] - 1)
         x, means, tokens = (rows_at(y, at) for y in (self.x, means, self.tokens))

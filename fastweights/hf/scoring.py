@@ -36,9 +36,12 @@ EPS = 1e-5  # added to the root mean squared gradient that divides a weight's st
 
 @dataclass(frozen=True)
 class Reading:
-    """window: tokens a model sees at once; stride: tokens scored at a time, between two updates.
+    """How a long text is read, window by window.
 
-    lr, parameters, statistics: of dynamic evaluation; with statistics its rule is "rms", else "sgd".
+    Attributes:
+        window: tokens a model sees at once.
+        stride: tokens scored at a time, between two updates.
+        lr, parameters, statistics: of dynamic evaluation; with statistics its rule is "rms", else "sgd".
     """
 
     window: int = 1024
@@ -73,6 +76,16 @@ def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
     """Names of the matrices that end the feed-forward layers in a third of a model: `parameters` of dynamic evaluation.
 
     They are few, and what is below them needs no gradient.
+
+    Args:
+        model: a causal language model.
+        third: "first", "middle" or "last" third of the blocks, or "all".
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> down_projections(LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes)))
+        ('model.layers.1.mlp.down_proj.weight',)
     """
     if third not in THIRDS:
         raise FastWeightError(f"third is {third!r}; expected one of {', '.join(map(repr, THIRDS))}")
@@ -91,7 +104,15 @@ def modes(model: Any) -> list[str]:
 
 def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading, *,
           advance: Callable[[int], Any] = lambda n: None) -> Score:  # fmt: skip
-    """Score texts in one mode; the model is as before afterwards."""
+    """Score texts in one mode; the model is as before afterwards.
+
+    Args:
+        model, tokenizer: as `load_model` returns them.
+        texts: what to score.
+        mode: one of `modes(model)`; the list above says what each does.
+        how: window and stride.
+        advance: advance(bytes) after every text, for a progress bar.
+    """
     if mode not in modes(model):
         why = "; attach a head first" if mode in PARTS else ""
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
@@ -113,6 +134,7 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
 
 @torch.no_grad()
 def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+    """Losses (T,) of a text (1, T + 1), windows of equal lengths several at a time; nothing is carried."""
     losses = []
     alike = lambda span: (span[2] - span[0], span[2] - span[1])  # noqa: E731
     for _, group in itertools.groupby(how.spans(row.shape[1] - 1), alike):
@@ -132,6 +154,7 @@ def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tens
 
 @torch.no_grad()
 def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
+    """Losses of a text with these parts of the attachment, and the bytes of what they know at its end."""
     losses, state = [], None
     with using(model, **parts):
         for first, start, stop in how.spans(row.shape[1] - 1):
@@ -143,6 +166,7 @@ def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> 
 
 
 def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, int]:
+    """Losses of a text while the model's weights train on it, and the bytes of those weights."""
     rule = "sgd" if how.statistics is None else "rms"
     cache = NeuralCache(WINDOW) if mode == "dynamic+cache" else None
     with DynamicEvaluation(model, rule=rule, lr=how.lr, eps=EPS, segment=how.stride, context=how.window - how.stride,
@@ -153,6 +177,7 @@ def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, 
 
 
 def call_body(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Logits of a model without its cache, as `DynamicEvaluation` calls it."""
     return model(tokens, use_cache=False).logits, None
 
 

@@ -40,6 +40,7 @@ CHOICES = dict(
 
 
 def _of(default: Any, help: str, flag: str = "") -> Any:
+    """A field with its default and what --help says of it; flag: the option's name where it is not the field's."""
     return field(default=default, metadata={"help": help, "flag": flag})
 
 
@@ -121,7 +122,12 @@ class Config:
 
     @classmethod
     def of(cls, preset: str = "laptop", **changes: Any) -> "Config":
-        """The preset with changes."""
+        """The preset with changes: `Config.of("gpu", dim=512)`.
+
+        Args:
+            preset: "laptop", "gpu", "paper-small" or "paper-medium".
+            changes: fields that differ from it; an unknown one raises FastWeightError.
+        """
         if preset not in PRESETS:
             raise FastWeightError(f"preset is {preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
         unknown = set(changes) - {f.name for f in fields(cls)}
@@ -131,7 +137,11 @@ class Config:
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The mixer of each block: `delta*3,softmax` is three delta blocks and one of softmax."""
+        """The mixer of each block.
+
+        >>> Config(layers="delta*3,softmax").mixers
+        ('delta', 'delta', 'delta', 'softmax')
+        """
         names: list[str] = []
         for part in (self.layers or f"{self.model}*{self.depth}").split(","):
             match = re.fullmatch(r"\s*([\w-]+?)\s*(?:\*\s*(\d+))?\s*", part)
@@ -166,4 +176,5 @@ class Config:
         return {"mixers": list(self.mixers)} | {n: getattr(self, n) for n in (*names, *how)}
 
     def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
         return asdict(self)

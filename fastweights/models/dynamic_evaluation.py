@@ -17,9 +17,14 @@ CLIP = 1.0  # largest norm of a segment's gradient
 
 @dataclass(frozen=True)
 class Dynamic:
-    """The rate and span of updates, and training batches (B, T) that say how large each weight's gradients are.
+    """How the weights learn from a text while it is scored.
 
-    Without batches, plain gradient descent.
+    Attributes:
+        lr: learning rate.
+        decay: how strongly weights are pulled back to the trained ones.
+        segment: tokens between two updates.
+        batches: training tokens (B, T), which say how large each weight's gradients are; without any, plain gradient
+            descent.
     """
 
     lr: float = DYNAMIC_LR
@@ -30,7 +35,10 @@ class Dynamic:
 
 @contextmanager
 def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
-    """A function that scores a document (1, T + 1) from a state, (1, T); each starts from the trained weights."""
+    """A function that scores a document (1, T + 1) from a state, (1, T); each starts from the trained weights.
+
+    The model is as it was when the block ends. Memory is carried over the document, segment by segment.
+    """
     first: list[Any] = [None]
 
     def call(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:

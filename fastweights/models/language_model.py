@@ -33,7 +33,13 @@ class State(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """loss (B, T) per token;  slow (B, T), that of a Fast Weight Layer which has learned nothing, or None;  state."""
+    """What `LanguageModel.score` returns.
+
+    Attributes:
+        loss: (B, T) per token, in nats.
+        slow: (B, T), that of a Fast Weight Layer which has learned nothing from the text; None without such a layer.
+        state: after the last token.
+    """
 
     loss: Tensor
     slow: Tensor | None
@@ -41,6 +47,11 @@ class Scores(NamedTuple):
 
 
 class FeedForward(nn.Module):
+    """relu(x A) B, or SwiGLU: (silu(x A) * (x C)) B; matrices without biases.
+
+    The output starts smaller in deeper models, since every block adds its own to the same features.
+    """
+
     def __init__(self, config: Config, *, device: Any = None, dtype: Any = None):
         super().__init__()
         self.gated = config.ff == "swiglu"
@@ -59,6 +70,7 @@ class FeedForward(nn.Module):
         self.out.weight.mul_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
         x = self.into(x)
         if not self.gated:
             return self.out(F.relu(x))
@@ -87,14 +99,21 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, norm and the embedding again.
+    """A language model of tokens: embedding, blocks, norm, and the embedding again for the output.
+
+    What the blocks are, and whether the output is a Fast Weight Layer, the configuration says.
 
         >>> model = LanguageModel(Config(dim=16, heads=2, depth=1), vocab=257)
         >>> scores = model.score(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long))
         >>> scores.loss.shape
         torch.Size([1, 8])
+        >>> again = model.score(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long), scores.state)
 
     `tokenizer` is set by `load`; with it `read` takes bytes.
+
+    Args:
+        config: a `Config`.
+        vocab: number of tokens; the last of them marks the start of a document.
     """
 
     embedding: Any
@@ -127,7 +146,13 @@ class LanguageModel(nn.Module):
         return State(blocks, None if self.fast is None else self.fast.init_state(batch))
 
     def forward(self, tokens: Tensor, state: State | None = None, pieces: Pieces | None = None) -> tuple[Tensor, list]:
-        """Features (B, T, D) for tokens (B, T), and the states of the blocks."""
+        """Features (B, T, D) for tokens (B, T), and the states of the blocks.
+
+        Args:
+            tokens: (B, T).
+            state: of an earlier call; empty when absent.
+            pieces: where documents start inside the rows, if they do.
+        """
         blocks = [None] * len(self.blocks) if state is None else state.blocks
         x, after = self.embedding(tokens), []
         for block, memory in zip(self.blocks, blocks, strict=True):
@@ -151,8 +176,13 @@ class LanguageModel(nn.Module):
     ) -> Scores:
         """The loss of each label (B, T) given the tokens (B, T) up to it.
 
-        weights (B, T): 0 where a Fast Weight Layer shall not learn from the label.  learn=False: it learns nothing.
-        slow=False: the loss of one that has learned nothing is not wanted.
+        Args:
+            tokens, labels: (B, T); labels are usually the tokens one later.
+            state: of an earlier call, to go on with the same texts; empty when absent.
+            weights: (B, T), 0 where a Fast Weight Layer shall not learn from the label.
+            pieces: where documents start inside the rows, if they do.
+            learn: False: a Fast Weight Layer learns nothing.
+            slow: False: the loss of one that has learned nothing is not wanted.
         """
         state = self.init_state(len(tokens)) if state is None else state
         x, blocks = self(tokens, state, pieces)
@@ -167,6 +197,7 @@ class LanguageModel(nn.Module):
         return Scores(out.loss, out.slow_loss, State(blocks, out.state))
 
     def _learn(self, x, labels, weights, fast, pieces, slow):
+        """The Fast Weight Layer on features x: rows that hold several documents are laid end to end, as packed ones."""
         if pieces is None or pieces.whole:
             fast = fast if pieces is None else map_tensors(pieces.kept, fast)
             return self.fast.run(x, labels, weights, fast, logits=False, slow=slow)
@@ -192,7 +223,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, token: Tensor, state: State, *, learn: bool = True) -> tuple[Tensor, State]:
-        """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax."""
+        """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax.
+
+        A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is.
+        """
         x, blocks = self(token[:, None], state)
         if self.fast is None:
             return (x @ self.embedding.weight.mT)[:, 0], State(blocks, None)
@@ -203,7 +237,16 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def read(self, text: bytes | str | np.ndarray, memory: Memory | None = None, *, segment: int = 1024) -> Memory:
-        """Read a text of any length once, after `memory` if given; the memory has the same size for any length."""
+        """Read a text of any length once, after `memory` if given; the memory has the same size for any length.
+
+        Args:
+            text: bytes or str, which the tokenizer of the run encodes, or tokens (T,).
+            memory: what was read before, to go on from; the start of a document when absent.
+            segment: tokens read at a time, which changes speed alone.
+
+        Returns:
+            A `Memory`, to generate from, save, or read more into.
+        """
         was_training = self.training
         self.eval()
         tokens = self._tokens(text, memory)
@@ -224,6 +267,7 @@ class LanguageModel(nn.Module):
         return Memory(map_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
 
     def _tokens(self, text, memory):
+        """(1, 1 + T): the token before a text, that of the memory or the start of a document, and the text's own."""
         if isinstance(text, str):
             text = text.encode()
         encoded = self.tokenizer.encode(text) if isinstance(text, bytes) else np.asarray(text, np.int64)
@@ -231,6 +275,7 @@ class LanguageModel(nn.Module):
         return torch.from_numpy(np.r_[before, encoded])[None].to(self.embedding.weight.device)
 
     def _take(self, memory):
+        """A memory on this model's device, once it is known to be of these weights."""
         memory.check(self.fingerprint())
         return memory.to(self.embedding.weight.device)
 

@@ -27,7 +27,11 @@ class Memory:
         >>> Memory.load("text.memory", model).bytes == memory.bytes
         True
 
-    count: tokens read.  fingerprint: of the model it belongs to.
+    Attributes:
+        state: of the blocks and of the Fast Weight Layer.
+        last: the text's last token, which is not in the state yet: what follows it is what comes next.
+        count: tokens read.
+        fingerprint: of the model it belongs to; a memory means nothing to other weights.
     """
 
     state: Any
@@ -36,12 +40,13 @@ class Memory:
     fingerprint: str
 
     def save(self, path: str | Path) -> None:
+        """Write it as safetensors, whole or not at all; no code is stored in it."""
         about = dict(kind=KIND, fingerprint=self.fingerprint, last=str(self.last), count=str(self.count))
         write_tensors(Path(path), dict(flatten(self.state)), about)
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> "Memory":
-        """The memory in a file that this model wrote."""
+        """The memory in a file that this model wrote; FastWeightError where it is of other weights."""
         tensors, about = read_tensors(Path(path))
         if about.get("kind") != KIND:
             raise FastWeightError(f"{path} is no memory; expected a file that `fastweights read` wrote")
@@ -55,17 +60,21 @@ class Memory:
         return replace(self, state=map_tensors(torch.clone, self.state))
 
     def to(self, device: Any) -> "Memory":
+        """The same on another device."""
         return replace(self, state=map_tensors(lambda x: x.to(device), self.state))
 
     def check(self, fingerprint: str) -> None:
+        """Raise FastWeightError unless it belongs to the model with this fingerprint."""
         check(self.fingerprint, fingerprint, "memory")
 
     @property
     def bytes(self) -> int:
+        """Bytes of its tensors, the same for a text of any length."""
         return tensor_bytes(self.state)
 
 
 def check(got: str, expected: str, name: str) -> None:
+    """Raise FastWeightError unless both fingerprints are those of one model."""
     if got != expected:
         raise FastWeightError(
             f"{name} belongs to the model {got[:12]}; expected {expected[:12]}: a memory means "

@@ -19,10 +19,19 @@ from fastweights.torch.tree import map_tensors
 
 
 class Pieces(NamedTuple):
-    """Rows cut where documents start, N pieces in all.
+    """Rows cut where documents start, N pieces in all: what keeps one document's memory out of the next.
 
-    starts (B, T): where;  cu_seqlens (N + 1,): the pieces of all rows laid end to end;  first, last (B,): each row's
-    first and last piece;  keep (B,): 1 where the row goes on with the document before it;  whole: no row is cut.
+    Attributes:
+        starts: (B, T), where documents start.
+        cu_seqlens: (N + 1,), the pieces of all rows laid end to end.
+        first, last: (B,), each row's first and last piece.
+        keep: (B,), 1 where the row goes on with the document before it.
+        whole: no row is cut.
+
+    Examples:
+        >>> pieces = Pieces.of(np.array([[0, 0, 1, 0], [1, 0, 0, 0]], bool))
+        >>> pieces.cu_seqlens.tolist(), pieces.keep.tolist()
+        ([0, 2, 4, 8], [1.0, 0.0])
     """
 
     starts: Tensor
@@ -88,6 +97,7 @@ class FastWeightMixer(nn.Module):
         pieces: Pieces | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
+        """y (B, T, D) and the state after x (B, T, D); pieces or mask, not both."""
         if pieces is None or mask is not None:
             _one_of(pieces, mask)
             return self.layer(x, state, mask=mask)
@@ -99,11 +109,17 @@ class FastWeightMixer(nn.Module):
         return y.view(x.shape), map_tensors(pieces.leave, state)
 
     def init_state(self, batch: int) -> AttentionState:
+        """The empty memory of `batch` rows."""
         return self.layer.init_state(batch)
 
 
 class SoftmaxState(NamedTuple):
-    """The last tokens' keys and values (B, W, H, K), newest last, and how many are there, held (B,)."""
+    """The last W tokens' keys and values, what softmax attention needs to look back.
+
+    Attributes:
+        k, v: (B, W, H, K), newest last.
+        held: (B,), how many of the W there are.
+    """
 
     k: Tensor
     v: Tensor
@@ -126,6 +142,7 @@ class SoftmaxMixer(nn.Module):
         pieces: Pieces | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, SoftmaxState]:
+        """y (B, T, D) and the state after x (B, T, D); pieces or mask, not both."""
         if mask is None:
             return self._attend(x, state, pieces)
         _one_of(pieces, mask)
@@ -135,6 +152,7 @@ class SoftmaxMixer(nn.Module):
         return _reordered(y, order.argsort(1)), state
 
     def _attend(self, x, state, pieces):
+        """Attention where no token is padding: over what the state holds and x itself, within each document."""
         B, T, _ = x.shape
         W = self.window if state is not None else 0  # without a state there is nothing to look back at
         q, k, v = self._qkv(x, state)
@@ -179,16 +197,19 @@ class SoftmaxMixer(nn.Module):
         return q, torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
 
     def _answer(self, q, k, v, at, W, seen):
+        """What queries read of keys that they have `seen` (B or 1, T, W + T), projected."""
         q, k = rotate(q, at[W:]).transpose(1, 2), rotate(k, at).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), seen[:, None])
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def _remember(self, k, v, age):
+        """The last W keys and values; age: tokens since each row's document began."""
         W, missing = self.window, max(0, self.window - k.shape[1])
         k, v = (F.pad(a, (0, 0, 0, 0, missing, 0)) if missing else a[:, -W:].clone() for a in (k, v))
         return SoftmaxState(k, v, age.clamp(max=W))
 
     def init_state(self, batch: int) -> SoftmaxState:
+        """Keys and values of no tokens."""
         like = self.out_proj.weight
         empty = like.new_zeros(batch, self.window, self.heads, like.shape[0] // self.heads)
         return SoftmaxState(empty, empty.clone(), like.new_zeros(batch, dtype=torch.long))
@@ -205,14 +226,14 @@ def rotate(x: Tensor, at: Tensor) -> Tensor:
 
 
 class LSTMState(NamedTuple):
-    """h, c (B, D)."""
+    """Hidden vector h and cell c of an LSTM, (B, D) each."""
 
     h: Tensor
     c: Tensor
 
 
 class LSTMMixer(nn.Module):
-    """torch's own LSTM."""
+    """torch's own LSTM, with the interface of the other mixers: the baseline of the papers before attention."""
 
     def __init__(self, dim: int, *, device: Any = None, dtype: Any = None):
         super().__init__()
@@ -221,6 +242,7 @@ class LSTMMixer(nn.Module):
     def forward(
         self, x: Tensor, state: LSTMState | None = None, pieces: Pieces | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, LSTMState]:
+        """y (B, T, D) and the state after x (B, T, D); pieces or mask, not both."""
         if state is None:
             state = LSTMState(x.new_zeros(len(x), x.shape[-1]), x.new_zeros(len(x), x.shape[-1]))
         if mask is not None:
@@ -239,6 +261,9 @@ class LSTMMixer(nn.Module):
         return pieces.together(y), map_tensors(pieces.leave, state)
 
     def _padded(self, x, state, mask):
+        """Real tokens are moved to the front of each row, and moved back afterwards; a row of padding keeps its
+        state.
+        """
         order = (~mask).long().argsort(dim=1, stable=True)  # real tokens first
         real = mask.sum(1)
         y, after = self._run(_reordered(x, order), state, real.clamp(min=1))
@@ -255,11 +280,20 @@ class LSTMMixer(nn.Module):
         return y, LSTMState(h[0], c[0])
 
     def init_state(self, batch: int) -> LSTMState:
+        """h and c of no tokens: zeros."""
         empty = next(self.lstm.parameters()).new_zeros(batch, self.lstm.hidden_size)
         return LSTMState(empty, empty.clone())
 
 
 def mixer(name: str, dim: int, heads: int, window: int, *, device: Any = None, dtype: Any = None) -> Any:
+    """The mixer of this name: "lstm", "softmax" or "transformer", or a preset of `FastWeightAttention`.
+
+    Args:
+        name: as in `fastweights train --layers`.
+        dim, heads: widths and heads.
+        window: tokens that softmax attention looks back.
+        device, dtype: of the parameters.
+    """
     to = dict(device=device, dtype=dtype)
     if name == "lstm":
         return LSTMMixer(dim, **to)
@@ -284,5 +318,6 @@ def _reordered(x, order):
 
 
 def _one_of(pieces, mask):
+    """Raise FastWeightError where both are given."""
     if pieces is not None and mask is not None:
         raise FastWeightError("pieces and mask are both given; expected one: padding of a packed row is a piece")

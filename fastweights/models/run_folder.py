@@ -31,11 +31,16 @@ def read_config(run: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def write_config(run: Path, config: Config, vocab: int, **about: Any) -> None:
+    """Write config.json: the configuration, the size of the vocabulary, and what else is worth knowing of the run."""
     write_json(run / CONFIG, dict(config=config.to_dict(), vocab=vocab, **about))
 
 
 def load(run: str | Path, *, last: bool = False, device: str = "auto") -> LanguageModel:
     """The model of a run with its tokenizer, ready to evaluate.
+
+        model = load("runs/first")
+        memory = model.read("def area(radius):")
+        text = b"".join(model.tokenizer.decode([token]) for token in generate(model, memory, 100))
 
     `model.read(text)` makes a `Memory` of a text, `generate(model, memory, tokens)` goes on writing from it.
 
@@ -58,6 +63,7 @@ def load(run: str | Path, *, last: bool = False, device: str = "auto") -> Langua
 
 
 def set_weights(model: LanguageModel, weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Load weights into a model; FastWeightError says where they do not fit the configuration."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

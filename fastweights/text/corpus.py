@@ -16,12 +16,19 @@ PIECES = ((0.0, 0.9), (0.9, 0.95), (0.95, 1.0))  # of a corpus of fewer files th
 
 @dataclass(frozen=True)
 class Document:
+    """A document: its name, by which it is split into train, valid and test, and its bytes."""
+
     name: str
     data: bytes
 
 
 def documents(spec: str) -> Iterator[Document]:
-    """The documents of `stdlib`, a file, a folder or `hf:NAME[:CONFIG]`, in a fixed order; empty ones left out."""
+    """The documents of a corpus in a fixed order; empty and binary ones left out.
+
+    Args:
+        spec: "stdlib", the source code of the running Python's standard library; a file; a folder, all files in it; or
+            "hf:NAME[:CONFIG]", a dataset that `datasets` streams.
+    """
     if spec.startswith("hf:"):
         yield from _hugging_face(spec)
         return
@@ -56,7 +63,11 @@ def identity(spec: str) -> list:
 
 
 def split(found: list[Document], spec: str) -> dict[str, list[Document]]:
-    """By a hash of the name: 90 % train, 5 % valid, 5 % test. Fewer than three documents are cut instead."""
+    """By a hash of the name: 90 % train, 5 % valid, 5 % test. Fewer than three documents are cut instead.
+
+    A document keeps its split when others are added or removed, so that no run is tested on what another was trained
+    on.
+    """
     if not found:
         raise FastWeightError(
             f"data is {spec!r}, which holds no text; expected at least one file that is neither empty nor binary"
@@ -79,15 +90,18 @@ def split(found: list[Document], spec: str) -> dict[str, list[Document]]:
 
 
 def _bucket(name: str) -> int:
+    """A number from 0 to 99 that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:4], "big") % 100
 
 
 def _cut(d: Document, start: float, stop: float) -> Document:
+    """The part of a document between two shares of its length."""
     n = len(d.data)
     return Document(f"{d.name}[{start:.0%}-{stop:.0%}]", d.data[int(n * start) : int(n * stop)])
 
 
 def _hugging_face(spec: str) -> Iterator[Document]:
+    """The rows of a dataset: its column "text", or the first column of strings."""
     _, name, *config = spec.split(":")
     try:
         import datasets

@@ -24,7 +24,7 @@ COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "cache": "#e0a030", "still"
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """The table: one row per mode, then the compressors."""
+    """Print the numbers of `summary`: one row per mode, the compressors, then bits per byte by position."""
     texts = found["texts"]
     title = f"{len(texts)} document{'s' * (len(texts) != 1)}, {found['bytes']:,} bytes, {found['tokens']:,} tokens"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -57,7 +57,7 @@ def positions(found: dict[str, Any]) -> Table:
 
 
 def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bool:
-    """Bits per byte against position; False when matplotlib is not installed."""
+    """Draw bits per byte against position in the document, a curve per mode; False when matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -85,15 +85,18 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bo
 
 
 def _span(i: int) -> str:
+    """The positions from EDGES[i] to the next, as "4k-16k"."""
     low = f"{EDGES[i] // 1024}k" if EDGES[i] else "0"
     return f"{low}-{EDGES[i + 1] // 1024}k" if i + 1 < len(EDGES) else f"{low}-"
 
 
 def _number(x: float | None) -> str:
+    """Three digits after the point; nothing for None."""
     return "" if x is None else f"{x:.3f}"
 
 
 def _size(n: int | None) -> str:
+    """Bytes in KiB or MiB; "-" for none."""
     if not n:
         return "-"
     return f"{n / 1024:,.0f} KiB" if n < 10 * 2**20 else f"{n / 2**20:,.0f} MiB"

@@ -13,7 +13,14 @@ EDGES = (0, 1024, 4096, 16_384, 65_536)  # of the positions that are told apart,
 
 @dataclass(frozen=True)
 class Text:
-    """A document to score: its bytes and its tokens.  sizes: bytes of each token, unless the tokenizer says."""
+    """A document to score.
+
+    Attributes:
+        name: as reports call it.
+        data: its bytes.
+        tokens: (T,).
+        sizes: (T,) bytes of each token, where the tokenizer has no fixed length for them.
+    """
 
     name: str
     data: bytes
@@ -30,9 +37,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Score:
-    """Losses of one mode in nats, (T,) per text, the seconds that they took and the bytes of what is carried.
+    """How well texts were predicted in one mode.
 
-    peak_bytes: the most that was held at once beyond what was there before, or None where nobody can say.
+    Attributes:
+        mode: "static", "memory", "fast" and so on.
+        losses: (T,) per text, in nats.
+        seconds: that scoring took.
+        state_bytes: of what is carried from token to token.
+        peak_bytes: the most that was held at once beyond what was there before, or None where nobody can say.
     """
 
     mode: str
@@ -51,7 +63,16 @@ def compressors(texts: list[Text]) -> dict[str, int]:
 
 
 def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) -> dict[str, Any]:
-    """All numbers, for the table, the plot and JSON.  lengths: bytes per token, or None where texts have `sizes`."""
+    """All numbers of an evaluation, for the table, the plot and JSON.
+
+    Args:
+        texts: what was scored.
+        scores: one per mode, of the same texts.
+        lengths: bytes per token of the vocabulary, or None where texts have `sizes`.
+
+    Returns:
+        Sizes, and per mode bits per byte, perplexity, speed, gains, and bits per byte by position and by text.
+    """
     total = sum(len(t.data) for t in texts)
     tokens = sum(len(t.tokens) for t in texts)
     widths = [t.widths(lengths) for t in texts]
@@ -106,7 +127,10 @@ def _by_position(nats: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> list[fl
 def curve(
     score: Score, texts: list[Text], lengths: np.ndarray | None, points: int = 24
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bits per byte against position in the document, on positions that grow geometrically."""
+    """(positions, bits per byte there): positions grow geometrically, so that a logarithmic axis shows them evenly.
+
+    Spans with fewer than 512 bytes in all texts together are left out: their mean would be noise.
+    """
     longest = max(len(t.data) for t in texts)
     edges = np.unique(np.geomspace(64, max(128, longest), points).astype(int))
     widths = [t.widths(lengths) for t in texts]

@@ -13,16 +13,23 @@ FILE = "tokenizer.json"
 
 
 class Bytes:
-    """Every byte is a token."""
+    """Every byte is a token; the start of a document is number 256.
+
+    >>> tokens = Bytes().encode("hé".encode())
+    >>> tokens.tolist(), Bytes().decode(tokens).decode()
+    ([104, 195, 169], 'hé')
+    """
 
     size = 257
     start = 256
     name = "bytes"
 
     def encode(self, data: bytes) -> np.ndarray:
+        """(T,) int64 tokens of data."""
         return np.frombuffer(data, np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
+        """The bytes that tokens stand for; a start of a document stands for none."""
         return bytes(t for t in tokens if t < 256)
 
     def lengths(self) -> np.ndarray:
@@ -50,6 +57,11 @@ class Subwords:
 
     @classmethod
     def train(cls, size: int, texts: Iterable[bytes]) -> "Subwords":
+        """A tokenizer of `size` tokens by byte-pair encoding: the pairs that are most frequent in texts become tokens.
+
+        Words, numbers of up to three digits, runs of other signs, and a line break with the indentation after it are
+        never merged with each other.
+        """
         _need()
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -67,6 +79,7 @@ class Subwords:
 
     @classmethod
     def read(cls, path: Path) -> "Subwords":
+        """The tokenizer in a file of the `tokenizers` library."""
         _need()
         from tokenizers import Tokenizer
 
@@ -76,24 +89,28 @@ class Subwords:
             raise FastWeightError(f"tokenizer {path} cannot be read: {error}; expected a file of tokenizers") from None
 
     def encode(self, data: bytes) -> np.ndarray:
+        """(T,) int64 tokens of data."""
         text = data.decode("latin-1") if self.latin else data.decode("utf-8", "replace")
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
+        """The bytes that tokens stand for; a start of a document stands for none."""
         known = [int(t) for t in tokens if t < self.start]
         if self.latin:
             return "".join(self.tokenizer.id_to_token(t) for t in known).encode("latin-1")
         return self.tokenizer.decode(known).encode()
 
     def lengths(self) -> np.ndarray:
+        """Bytes per token of the vocabulary."""
         return np.array([len(self.decode([t])) for t in range(self.start)] + [0], np.int64)
 
     def save(self, folder: Path) -> None:
+        """Write tokenizer.json into a folder, where `load` finds it."""
         self.tokenizer.save(str(folder / FILE))
 
 
 def make(spec: str, texts: Iterable[bytes]) -> Bytes | Subwords:
-    """`bytes`, `bpe:SIZE` trained on texts, or a file."""
+    """The tokenizer that `spec` stands for: "bytes", "bpe:SIZE", trained on texts, or a file of `tokenizers`."""
     if spec == "bytes":
         return Bytes()
     if spec.startswith("bpe:"):
@@ -111,6 +128,7 @@ def load(folder: Path) -> Bytes | Subwords:
 
 
 def _need() -> None:
+    """Raise FastWeightError where the `tokenizers` library is not installed, with what to install."""
     try:
         import tokenizers  # noqa: F401
     except ImportError:
