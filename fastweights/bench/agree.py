@@ -17,7 +17,15 @@ class Disagreement(Exception):
 
 
 def results(contestant: Contestant, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """o, the state where there is one, and the gradients of sum(o * do), all with our meaning."""
+    """What a contestant computes, with our meaning, whatever its own layout is.
+
+    Args:
+        contestant: whom to ask.
+        x: inputs by name, and "do", the gradient of the output.
+
+    Returns:
+        o, the state where there is one, and the gradients of sum(o * do) as dq, dk, dv, dbeta.
+    """
     leaves = {name: x[name].detach().clone().requires_grad_() for name in INPUTS if name in x}
     native = contestant.to_native(*(leaves.get(name) for name in INPUTS))
     o, state = contestant.from_native(*contestant.call(*native))
@@ -44,7 +52,13 @@ def exact(case: Case, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def compare(
     name: str, case: Case, got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float
 ) -> dict[str, float]:
-    """How far each result is from the exact one; raise Disagreement when one is too far."""
+    """How far each result is from the exact one; raise Disagreement when one is too far.
+
+    Args:
+        name, case: for the message.
+        got, want: results by name.
+        tolerance: the largest `deviation` that is allowed.
+    """
     errors = {part: deviation(a, want[part]) for part, a in got.items()}
     wrong = [f"{part} by {error:.1e}" for part, error in errors.items() if not error <= tolerance]  # NaN is wrong
     if wrong:

@@ -22,7 +22,12 @@ INPUTS = ("q", "k", "v", "beta")
 class Case:
     """One memory to compute: S and o for random unit queries and keys, always the same ones.
 
-    With features, K is the width that they are computed from, in the clock, and queries and keys are not normalised.
+    Attributes:
+        rule: "delta" or "sum".
+        shape: (B, T, H, K, V). With features, K is the width that they are computed from, in the clock, and queries and
+            keys are not normalised.
+        device, dtype: of the inputs.
+        features, norm: as for `fast_weight`.
     """
 
     rule: str
@@ -38,6 +43,7 @@ class Case:
 
     @property
     def mapped(self) -> bool:
+        """Whether features are a part of what is timed."""
         return self.features != "identity" or self.norm != "none"
 
     @property
@@ -59,11 +65,13 @@ class Case:
         return {name: a.to(self.device, getattr(torch, self.dtype)) for name, a in x.items()}
 
     def asdict(self) -> dict[str, object]:
+        """Names and values, for JSON."""
         return asdict(self)
 
 
 def parse_shape(text: str) -> Shape:
-    """
+    """A shape as the command line writes it; V is K where it is left out.
+
     >>> parse_shape("1,2048,4,64")
     (1, 2048, 4, 64, 64)
     """
@@ -78,6 +86,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def same(*x: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Inputs or outputs as they are: for a contestant with our layout."""
     return x
 
 

@@ -29,7 +29,14 @@ Step = Callable[[], None]
 
 @dataclass
 class Result:
-    """How fast B texts grow: tokens per second of all of them together."""
+    """How fast B texts grow.
+
+    Attributes:
+        batch: B.
+        how: "step by step" or "CUDA graph".
+        tokens_per_second: of all texts together.
+        ms_per_step: milliseconds for one token of each.
+    """
 
     batch: int
     how: str  # "step by step" or "CUDA graph"
@@ -46,16 +53,19 @@ class Writer:
         self.state = map_tensors(torch.clone, model.init_state(batch))
 
     def step(self) -> None:
+        """Write the likeliest token to each text, in place."""
         logits, after = self.model.step(self.token, self.state)
         self.token.copy_(logits.argmax(-1))
         _overwrite(self.state, after)
 
     def restart(self) -> None:
+        """Back to the first token and an empty memory, in the same tensors."""
         self.token.copy_(torch.arange(len(self.token), device=self.token.device) % self.model.vocab)
         _overwrite(self.state, self.model.init_state(len(self.token)))
 
 
 def _overwrite(state: State, by: State) -> None:
+    """Copy a state into the tensors of another one, which a CUDA graph knows by their address."""
     fresh = _tensors(by)
     map_tensors(lambda x: x.copy_(next(fresh)), state)
 
@@ -94,6 +104,7 @@ def write(writer: Writer, step: Step, tokens: int) -> Tensor:
 
 
 def seconds(step: Step, tokens: int, device: str) -> float:
+    """Seconds that so many steps take, once the first one has warmed up."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     step()
     wait()
@@ -106,7 +117,15 @@ def seconds(step: Step, tokens: int, device: str) -> float:
 
 @torch.no_grad()
 def run(config: Config, batches: Sequence[int], device: str, *, tokens: int, advance: Advance) -> list[Result]:
-    """Each batch, step by step and, on a GPU, as a graph."""
+    """Time each batch, step by step and, on a GPU, as a graph; both must write the same tokens.
+
+    Args:
+        config: of the model.
+        batches: numbers of texts.
+        device: "cpu" or "cuda"; the model is bfloat16 on a GPU.
+        tokens: steps to time.
+        advance: moves the progress bar.
+    """
     torch.manual_seed(0)
     model = LanguageModel(config, VOCAB).to(device).eval()
     if device == "cuda":
@@ -128,6 +147,7 @@ def run(config: Config, batches: Sequence[int], device: str, *, tokens: int, adv
 
 
 def show(results: Sequence[Result], config: Config, device: str, console: Console) -> None:
+    """Print the results as a table."""
     table = new_table(f"decoding, {config.depth} blocks of width {config.dim}, {config.model}, on {device}")
     for heading in ("texts", "", "tokens/s", "ms per step"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -137,5 +157,6 @@ def show(results: Sequence[Result], config: Config, device: str, console: Consol
 
 
 def payload(results: Sequence[Result], config: Config) -> dict[str, object]:
+    """The results, for JSON."""
     model = {name: getattr(config, name) for name in ("model", "depth", "dim", "heads", "ff", "hidden")}
     return {"model": model, "vocabulary": VOCAB, "results": [asdict(r) for r in results]}

@@ -34,7 +34,15 @@ TOLERANCE = {"float32": 1e-5, "tf32": 5e-3, "bfloat16": 5e-2}
 
 @dataclass
 class Result:
-    """Milliseconds by contestant, and on a GPU the peak of temporary memory in bytes."""
+    """A Fast Weight Layer beside the slow head alone, at one shape and precision.
+
+    Attributes:
+        shape: (B, T, D, size, V).
+        precision: "float32", "tf32" or "bfloat16".
+        error: largest deviation of a small block from float64.
+        timings: milliseconds by contestant.
+        peak: on a GPU, bytes of temporary memory by contestant.
+    """
 
     shape: Shape
     precision: str
@@ -44,9 +52,11 @@ class Result:
 
     @property
     def ratio(self) -> float:
+        """Time of the published layer over that of the slow head."""
         return self.times_slow("fast weight layer")
 
     def times_slow(self, name: str) -> float:
+        """Time of a contestant over that of the slow head."""
         return self.timings[name].median / self.timings["slow head"].median
 
 
@@ -60,6 +70,7 @@ class Body(nn.Module):
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, T) -> features (B, T, D)."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         return self.layers(self.embed(tokens), mask=mask, is_causal=True)
 
@@ -85,6 +96,10 @@ def check(device: str, precision: str) -> float:
 
 
 def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable[[], object]]:
+    """{name: a function that computes loss and gradients}: the slow head, the layer, and the refreshed layer.
+
+    On a CPU each has the whole body before it; on a GPU it starts from random features.
+    """
     B, T, D, size, V = shape
     torch.manual_seed(0)
     tokens = torch.randint(V, (B, T), device=device)
@@ -123,6 +138,7 @@ def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable
 def run(
     shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats: int, advance: Advance
 ) -> list[Result]:
+    """Check the layer, then time all contestants in turns, for every shape and precision."""
     results = []
     for shape in shapes:
         for precision in precisions:
@@ -145,6 +161,7 @@ def run(
 
 
 def show(results: Sequence[Result], device: str, console: Console) -> None:
+    """Print the results as a table, the published numbers beside them on a GPU."""
     what = "the block alone" if device == "cuda" else "a training step of a six-layer Transformer"
     table = new_table(f"Fast Weight Layer, {what}, forward+backward, ms on {device}")
     headings = ["B,T,D,size,V", "", "slow head", "fast weight layer", "ratio", f"refresh={REFRESH}", "ratio", "error"]
@@ -163,6 +180,7 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
 
 
 def payload(results: Sequence[Result]) -> list[dict[str, object]]:
+    """The results, for JSON."""
     return [
         {
             "shape": r.shape,

@@ -32,7 +32,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @dataclass
 class Result:
-    """Microseconds per call, the median of the samples: without gradients, and forward+backward."""
+    """Microseconds per call, the median of the samples.
+
+    Attributes:
+        name: what was called.
+        forward: without gradients.
+        both: forward+backward.
+    """
 
     name: str
     forward: float
@@ -111,7 +117,16 @@ def run(
     peers: bool,
     advance: Advance,
 ) -> list[Result]:
-    """Time everything in turns; compiled: also torch.compile of the layer "deltanet"; peers: also FLA, if installed."""
+    """Time everything in turns.
+
+    Args:
+        shape: (B, T, H, K).
+        device, dtype: of the inputs.
+        repeats: samples, of 20 calls each; one more warms up.
+        compiled: also torch.compile of the layer "deltanet".
+        peers: also FLA, if it is installed.
+        advance: moves the progress bar.
+    """
     calls = _operations(shape, device, dtype, peers) | _layers(shape, device, dtype, PRESETS)
     if compiled:
         call, leaves = calls["layer, deltanet"]
@@ -145,6 +160,7 @@ def _row(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
 
 
 def _median(samples: Sequence[float]) -> float:
+    """The middle one of the samples."""
     return sorted(samples)[len(samples) // 2]
 
 
@@ -154,6 +170,7 @@ def steps(repeats: int, compiled: bool) -> int:
 
 
 def show(results: Sequence[Result], shape: Sequence[int], device: str, dtype: torch.dtype, console: Console) -> None:
+    """Print the results as a table."""
     B, T, H, K = shape
     kind = str(dtype).removeprefix("torch.")
     title = f"the host's microseconds per call, eager, (B, T, H, K) = ({B}, {T}, {H}, {K}), {kind} on {device}"
@@ -166,6 +183,7 @@ def show(results: Sequence[Result], shape: Sequence[int], device: str, dtype: to
 
 
 def payload(results: Sequence[Result], shape: Sequence[int], dtype: torch.dtype) -> dict[str, object]:
+    """The results, for JSON."""
     return {
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),

@@ -23,7 +23,14 @@ TOLERANCE = 1e-4  # float32, 200 writes deep
 
 
 class Result(NamedTuple):
-    """error: largest deviation of loss and gradients between the two."""
+    """A training step of the experiment, ours and the published algorithm's.
+
+    Attributes:
+        keys, batch: size of the task.
+        threads: that PyTorch had.
+        error: largest deviation of loss and gradients between the two.
+        timings: milliseconds by contestant.
+    """
 
     keys: int
     batch: int
@@ -33,6 +40,7 @@ class Result(NamedTuple):
 
     @property
     def speedup(self) -> float:
+        """How many times as fast ours is."""
         return self.timings["published algorithm"].median / self.timings["fastweights"].median
 
 
@@ -56,6 +64,7 @@ class Plain:
         return keys, values, asked, answers
 
     def loss(self, keys: Tensor, values: Tensor, asked: Tensor, answers: Tensor) -> Tensor:
+        """The mean loss of a batch: the delta rule token by token, as the paper writes it, for autograd to follow."""
         embedding, key_of_value, key_of_key, key_bias, query_bias, query, beta_of_value, beta_of_key, beta_bias = (
             self.parameters
         )
@@ -75,6 +84,7 @@ class Plain:
         return 0.5 * (torch.nn.functional.one_hot(answers, self.S) - y).square().sum(-1).mean()
 
     def step(self) -> None:
+        """Draw a batch, and take a step of Adam on it."""
         loss = self.loss(*self.draw())
         self.optimizer.zero_grad()
         loss.backward()
@@ -82,6 +92,7 @@ class Plain:
 
 
 def dpfp(x: Tensor) -> Tensor:
+    """DPFP-1 of x (..., d), width 2 d."""
     u = torch.cat([torch.relu(x), torch.relu(-x)], -1)
     return u * u.roll(1, -1)
 
@@ -105,6 +116,7 @@ def check(model: Model, plain: Plain) -> float:
 
 
 def run(repeats: int, advance: Advance, *, keys: int = KEYS, batch: int = BATCH) -> Result:
+    """Check that both compute the same, then time their steps in turns."""
     torch.manual_seed(0)
     model = Model(Task(keys, replace=True), "dpfp-1", "delta", "sum", batch=batch)
     plain = Plain(model)
@@ -115,6 +127,7 @@ def run(repeats: int, advance: Advance, *, keys: int = KEYS, batch: int = BATCH)
 
 
 def show(result: Result, console: Console) -> None:
+    """Print the result as a table."""
     title = f"A training step of setting 2, S = {result.keys}, DPFP-1, delta rule, batch {result.batch}, CPU"
     table = new_table(f"{title}, {result.threads} threads")
     for heading in ("", "ms", "steps per second", "times as fast"):
@@ -127,6 +140,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def payload(result: Result) -> dict[str, object]:
+    """The result, for JSON."""
     return {
         "keys": result.keys,
         "batch": result.batch,

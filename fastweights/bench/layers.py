@@ -22,7 +22,13 @@ NAMES = ("default", *PRESETS)
 
 @dataclass
 class Result:
-    """A layer, timed in milliseconds beside its two parts."""
+    """A layer, timed in milliseconds beside its two parts.
+
+    Attributes:
+        name: of the preset.
+        error: its deviation from float64.
+        timings: of "layer", "projections" and "memory".
+    """
 
     name: str
     error: float
@@ -30,11 +36,13 @@ class Result:
 
     @property
     def ratio(self) -> float:
+        """Time of the layer over that of its projections and its memory: what everything between them costs."""
         parts = self.timings["projections"].median + self.timings["memory"].median
         return self.timings["layer"].median / parts
 
 
 def make(name: str, dim: int, heads: int) -> FastWeightAttention:
+    """The layer of this name, with the same weights each time."""
     torch.manual_seed(0)
     return FastWeightAttention(dim, heads) if name == "default" else FastWeightAttention.preset(name, dim, heads)
 
@@ -96,7 +104,14 @@ def run(
     repeats: int,
     advance: Advance,
 ) -> list[Result]:
-    """Check each layer, then time it in turns with its parts."""
+    """Check each layer, then time it in turns with its parts.
+
+    Args:
+        names: of presets, or "default".
+        batch, tokens, dim, heads: sizes.
+        repeats: samples.
+        advance: moves the progress bar.
+    """
     results = []
     for name in names:
         layer = make(name, dim, heads)
@@ -108,6 +123,7 @@ def run(
 
 
 def show(results: Sequence[Result], console: Console, *, batch: int, tokens: int, dim: int, heads: int) -> None:
+    """Print the results as a table."""
     table = new_table(f"layers, forward+backward, ms, ({batch}, {tokens}, {dim}), {heads} heads, float32 on cpu")
     for heading in ("", "layer", "projections", "memory", "layer / (projections + memory)", "error"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -119,6 +135,7 @@ def show(results: Sequence[Result], console: Console, *, batch: int, tokens: int
 
 
 def payload(results: Sequence[Result], sizes: dict[str, int]) -> list[dict[str, object]]:
+    """The results, for JSON."""
     return [
         {
             "name": r.name,

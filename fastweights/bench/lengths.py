@@ -25,7 +25,15 @@ STEPS = 3  # per rule and method: check, memory, time
 
 @dataclass(frozen=True)
 class Scaling:
-    """Forward+backward of one of our methods at growing lengths."""
+    """Forward+backward of one of our methods at growing lengths.
+
+    Attributes:
+        case: at the first length.
+        method: of ours.
+        lengths: T of each.
+        timings: of each, in milliseconds.
+        peak_bytes: the most that each held at once, beyond the inputs.
+    """
 
     case: Case  # at the first length
     method: str
@@ -38,6 +46,7 @@ class Scaling:
         return [b.median / a.median for a, b in pairwise(self.timings)]
 
     def bytes_per_token(self) -> list[float]:
+        """Extra bytes over the length: constant when memory is linear."""
         return [peak / T for peak, T in zip(self.peak_bytes, self.lengths, strict=True)]
 
 
@@ -78,6 +87,7 @@ def peak_bytes(case: Case, method: str) -> int:
 
 
 def _cuda_peak(case: Case, method: str) -> int:
+    """Bytes of tensors at the peak of a call, less those before it."""
     call = _warm(case, our_method(method, case))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -87,6 +97,7 @@ def _cuda_peak(case: Case, method: str) -> int:
 
 
 def _cpu_peak(case: Case, method: str, threads: int) -> int:
+    """Bytes of the process at the peak of a call, less those before it, in a process of its own."""
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         with suppress(AttributeError):  # glibc only: blocks of 64 KiB and more go back to the system when freed

@@ -52,7 +52,13 @@ class Reading:
 
 @dataclass
 class Training:
-    """A model's training step, timed: ours, and the same step by other means."""
+    """A model's training step, timed: ours, and the same step by other means.
+
+    Attributes:
+        model: its mixer.
+        parameters: how many it has.
+        timings: milliseconds by contestant.
+    """
 
     model: str
     parameters: int
@@ -101,6 +107,7 @@ def _steps(model: LanguageModel) -> dict[str, Call]:
 
 
 def _step(model: Any, loss: Callable[[], Tensor], config: Config) -> Call:
+    """A whole training step as a function: loss, gradients, clipping and AdamW, with a learning rate of 0."""
     optimizer = make_optimizer(model, replace(config, lr=0.0))  # all keep working on the same weights
 
     def step() -> None:
@@ -114,7 +121,14 @@ def _step(model: Any, loss: Callable[[], Tensor], config: Config) -> Call:
 
 
 def throughput(preset: str, vocab: int, device: str, repeats: int, **changes: Any) -> tuple[Timing, int]:
-    """Milliseconds of a training step of a preset on random words, bfloat16 on a GPU, and its tokens."""
+    """Milliseconds of a training step of a preset on random words, bfloat16 on a GPU, and its tokens.
+
+    Args:
+        preset, changes: of `Config.of`.
+        vocab: number of words.
+        device: "cpu" or "cuda".
+        repeats: samples.
+    """
     config = Config.of(preset, **changes)
     torch.manual_seed(0)
     model = LanguageModel(config, vocab).to(device)
@@ -136,7 +150,14 @@ def throughput(preset: str, vocab: int, device: str, repeats: int, **changes: An
 
 
 def reading(lengths: tuple[int, ...], repeats: int, sizes: dict[str, Any], advance: Callable) -> list[Reading]:
-    """Documents read in segments, memory carried: delta, and a transformer that sees all of the document."""
+    """Documents read in segments, memory carried: delta, and a transformer that sees all of the document.
+
+    Args:
+        lengths: of the documents, in tokens.
+        repeats: samples.
+        sizes: fields of `Config` that differ from its defaults.
+        advance: moves the progress bar.
+    """
     found = []
     for name in ("delta", "transformer"):
         calls, carried = {}, {}
@@ -149,6 +170,7 @@ def reading(lengths: tuple[int, ...], repeats: int, sizes: dict[str, Any], advan
 
 
 def _reader(config: Config, T: int) -> tuple[Call, Any]:
+    """(a function that reads a document of T tokens in segments, the state that it carries)."""
     torch.manual_seed(0)
     model = LanguageModel(config, VOCAB).eval()
     row = torch.randint(VOCAB, (1, T + 1))
@@ -164,6 +186,7 @@ def _reader(config: Config, T: int) -> tuple[Call, Any]:
 
 
 def show(trainings: list[Training], readings: list[Reading], console: Console) -> None:
+    """Print the training steps and the readings, a table each."""
     table = new_table("training step, milliseconds: forward, backward, clipping and AdamW, all from the same weights")
     table.add_column("")
     for heading in ("parameters", "step", "x ours"):
@@ -186,6 +209,7 @@ def show(trainings: list[Training], readings: list[Reading], console: Console) -
 
 
 def show_throughput(found: dict[tuple[str, int], tuple[Timing, int]], device: str, console: Console) -> None:
+    """Print tokens per second of the paper's models as a table."""
     table = new_table(f"training on {device}")
     table.add_column("preset")
     for heading in ("words", "ms per step", "tokens per step", "tokens/s"):
@@ -197,6 +221,7 @@ def show_throughput(found: dict[tuple[str, int], tuple[Timing, int]], device: st
 
 
 def throughput_payload(found: dict[tuple[str, int], tuple[Timing, int]]) -> list[dict[str, Any]]:
+    """The same, for JSON."""
     return [
         dict(
             preset=preset,
@@ -210,6 +235,7 @@ def throughput_payload(found: dict[tuple[str, int], tuple[Timing, int]]) -> list
 
 
 def payload(trainings: list[Training], readings: list[Reading]) -> dict[str, Any]:
+    """Training steps and readings, for JSON."""
     return dict(
         training=[
             dict(model=t.model, parameters=t.parameters, milliseconds={n: timing_dict(x) for n, x in t.timings.items()})
@@ -228,7 +254,7 @@ def payload(trainings: list[Training], readings: list[Reading]) -> dict[str, Any
 
 
 def plot(readings: list[Reading], path: Any) -> bool:
-    """Seconds against tokens; False when matplotlib is not installed."""
+    """Draw seconds against tokens, with dotted lines for what is linear; False when matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

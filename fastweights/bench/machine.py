@@ -21,6 +21,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -62,7 +63,8 @@ def name(device: str) -> str:
 
 
 def slug(text: str) -> str:
-    """
+    """Lower-case letters and digits, all else a hyphen: for a file name.
+
     >>> slug("NVIDIA H100 80GB HBM3")
     'nvidia-h100-80gb-hbm3'
     """

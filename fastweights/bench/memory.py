@@ -39,7 +39,17 @@ STEPS = 2  # per case: check, time
 
 @dataclass
 class Result:
-    """A case, timed: milliseconds per pass and contestant, how exact each was, and who did not take part."""
+    """A case, timed: how fast and how exact each contestant was, and who did not take part.
+
+    Attributes:
+        case: what was computed.
+        auto: the method that "auto" stands for in it.
+        passes: milliseconds per pass ("forward", "forward_backward") and contestant.
+        errors: deviations from float64, per contestant and result.
+        peers: those that compute the same function.
+        left_out: why others did not take part.
+        extra_bytes: peak of forward+backward above the inputs, on a GPU.
+    """
 
     case: Case
     auto: str
@@ -80,7 +90,16 @@ def run(
     softmax: bool = False,
     advance: Advance = lambda what, steps: None,
 ) -> list[Result]:
-    """Check every case, then time every case. `only`: these peers alone. `advance` hears of two steps per case."""
+    """Check every case, then time every case.
+
+    Args:
+        cases: what to compute.
+        repeats: samples per contestant.
+        methods: ours; all but the loop over tokens when empty.
+        only: these peers alone; all that are installed when empty.
+        softmax: also time causal softmax attention, which is another function.
+        advance: moves the progress bar, by two steps per case.
+    """
     results, entered = [], []
     for case in cases:
         advance(f"checking {case}", 0)
@@ -166,6 +185,7 @@ def time(case: Case, contestants: Sequence[Contestant], repeats: int, advance: A
 
 
 def forward(contestant: Contestant, x: Mapping[str, Tensor]) -> Call:
+    """A forward pass as a function, its inputs made already and gradients off."""
     native = _native(contestant, x, gradients=False)
 
     def call() -> None:
@@ -176,6 +196,7 @@ def forward(contestant: Contestant, x: Mapping[str, Tensor]) -> Call:
 
 
 def forward_backward(contestant: Contestant, x: Mapping[str, Tensor]) -> Call:
+    """Forward and backward as a function, its inputs made already."""
     native = _native(contestant, x, gradients=True)
     leaves = [a for a in native if a is not None and a.requires_grad]
     do = _native(contestant, {**x, "v": x["do"]}, gradients=False)[2]  # the layout of the output is that of v

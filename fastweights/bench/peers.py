@@ -14,7 +14,13 @@ from fastweights.bench.case import Case, Contestant
 
 @dataclass(frozen=True)
 class Peer:
-    """`enter(case, name)` is called only when `module` can be found."""
+    """A library a user would pick instead.
+
+    Attributes:
+        name: as tables call it.
+        module, package: what is imported, and what pip installs.
+        enter: enter(case, name) makes a contestant or says why not; called only when the module can be found.
+    """
 
     name: str
     module: str
@@ -112,10 +118,12 @@ def _softmax(case: Case, name: str) -> Contestant | str:
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
+    """q, k and v as (B, H, T, D), contiguous."""
     return *(x.transpose(1, 2).contiguous() for x in (q, k, v)), None
 
 
 def _heads_last(o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """An output (B, H, T, D) in our layout again."""
     return o.transpose(1, 2), state
 
 

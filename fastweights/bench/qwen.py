@@ -15,6 +15,7 @@ from fastweights.torch import feature_map, nn
 
 
 def _theirs() -> Any:
+    """The module of Qwen3-Next; FastWeightError where transformers is not installed."""
     try:
         from transformers import logging
         from transformers.models.qwen3_next import modeling_qwen3_next
@@ -28,7 +29,10 @@ def _theirs() -> Any:
 
 @contextmanager
 def their_rule() -> Iterator[None]:
-    """Our layers with the delta rule that Qwen3-Next runs without kernels."""
+    """Our layers with the delta rule that Qwen3-Next runs without kernels, until the block ends.
+
+    The function takes ours' arguments: it maps q and k first, and undoes the division by sqrt(K) of theirs.
+    """
     rule = inspect.unwrap(_theirs().torch_chunk_gated_delta_rule)
 
     def fast_weight(
@@ -67,7 +71,10 @@ def their_rule() -> Iterator[None]:
 
 @torch.no_grad()
 def their_model(ours: LanguageModel) -> Any:
-    """Qwen3-Next without softmax layers or experts, with the sizes and weights of our gated-delta model."""
+    """Qwen3-Next without softmax layers or experts, with the sizes and weights of our gated-delta model.
+
+    The two then give the same loss, and what is timed is how each computes it.
+    """
     theirs = _theirs()
     c, width = ours.config, ours.config.dim // ours.config.heads
     model = theirs.Qwen3NextForCausalLM(

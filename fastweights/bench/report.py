@@ -71,10 +71,12 @@ def show(results: Sequence[Result], console: Console) -> None:
 
 
 def new_table(title: str) -> Table:
+    """An empty table with this title, without vertical lines."""
     return Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False, collapse_padding=True)
 
 
 def _rows(table: Table, result: Result, extra: bool) -> None:
+    """Add a case to a table, a row for each contestant, the method that "auto" stands for in bold."""
     *shape, K, V = result.case.shape
     place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
     if result.case.mapped:
@@ -123,7 +125,13 @@ def default_path(device: str, kind: str = "") -> Path:
 
 
 def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scaling] = ()) -> dict[str, object]:
-    """Everything that was measured and where. Times are in milliseconds."""
+    """Everything that was measured and where, for JSON. Times are in milliseconds.
+
+    Args:
+        device: that was timed on.
+        results: of `bench memory`.
+        scalings: of `bench lengths`.
+    """
     from fastweights.bench.peers import PEERS
 
     return {
@@ -158,4 +166,5 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
 
 
 def timing_dict(timing: Timing) -> dict[str, float]:
+    """A timing by name, for JSON."""
     return timing._asdict()

@@ -10,7 +10,13 @@ Advance = Callable[[str, float], None]  # (what is being timed, steps done since
 
 
 class Timing(NamedTuple):
-    """Milliseconds: the median of the samples and their quartiles."""
+    """Milliseconds: the median of the samples and their quartiles.
+
+    Attributes:
+        median: half of the samples are below.
+        low, high: a quarter of them is below, above.
+        repeats: how many there were.
+    """
 
     median: float
     low: float
@@ -24,7 +30,8 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
-        """
+        """From samples in milliseconds.
+
         >>> Timing.of([3.0, 1.0, 2.0, 5.0, 4.0])
         Timing(median=3.0, low=2.0, high=4.0, repeats=5)
         """
@@ -70,6 +77,7 @@ class CpuClock:
     """Wall time."""
 
     def sample(self, call: Call) -> Callable[[], float]:
+        """Call it now; the function that is returned tells how many milliseconds that took."""
         start = time.perf_counter()
         call()
         elapsed = 1e3 * (time.perf_counter() - start)
@@ -88,6 +96,9 @@ class CudaClock:
         self.cache = torch.empty(self.CACHE_BYTES, dtype=torch.uint8, device="cuda")
 
     def sample(self, call: Call) -> Callable[[], float]:
+        """Queue the call between two events; the function that is returned waits and tells the milliseconds between
+        them.
+        """
         import torch
 
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -80,12 +80,14 @@ def _ours(error: ValueError) -> bool:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    """Print an error in red on standard error, and end the program with this code."""
     console = Console(stderr=True)
     console.print(f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
 
 
 def _version(asked: bool) -> None:
+    """Print the version and end, where --version asks for it."""
     if asked:
         print(f"fastweights {fastweights.__version__}")
         raise typer.Exit
@@ -115,6 +117,7 @@ def _help(text: str | None) -> dict[str, Any]:
 
 
 def _build() -> typer.Typer:
+    """The program: a command for each entry of COMMANDS, two words of which are a command of a group."""
     how: dict[str, Any] = dict(rich_markup_mode="markdown", context_settings={"help_option_names": ["-h", "--help"]})
     app = typer.Typer(pretty_exceptions_enable=False, **how)
     app.callback(invoke_without_command=True, **_help(getdoc(start)))(start)

@@ -20,16 +20,22 @@ from fastweights.files import write_json
 
 
 class Rule(StrEnum):
+    """Rules that can be timed, as choices of an option."""
+
     delta = "delta"
     sum = "sum"
 
 
 class Device(StrEnum):
+    """Devices that can be timed on."""
+
     cpu = "cpu"
     cuda = "cuda"
 
 
 class Dtype(StrEnum):
+    """Dtypes of the inputs."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -88,6 +94,7 @@ def _agreeing(steps: float) -> Iterator[Any]:
 
 
 def _write(path: Path, payload: dict[str, Any]) -> None:
+    """Write the numbers as JSON, and say where."""
     write_json(path, payload)
     say(f"Written to {path}")
 
@@ -169,10 +176,12 @@ def lengths(
 
 
 def _rules(rule: Rule | None) -> list[str]:
+    """The rule that was asked for, or both."""
     return [rule.value] if rule else [r.value for r in Rule]
 
 
 def _dtype(dtype: Dtype | None, device: Device) -> Dtype:
+    """The dtype that was asked for, or the usual one of the device."""
     return dtype or (Dtype.bfloat16 if device == Device.cuda else Dtype.float32)
 
 

@@ -12,6 +12,8 @@ from fastweights.core import FastWeightError
 
 
 class Device(StrEnum):
+    """Devices, as choices of an option; auto is a GPU where PyTorch finds one."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"

@@ -85,6 +85,10 @@ def reproduce(
 
 
 def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minutes: float | None, how: dict) -> int:
+    """Run the experiments of these names, show what came of them, and return the exit code.
+
+    how: smoke, out, seeds, only and part, as `plan` takes them.
+    """
     from rich.console import Console
 
     from fastweights.lab.engine.experiment import check_data, plan
@@ -108,6 +112,7 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
 
 
 def _show(outcome: Any, plan: Any, console: Any) -> None:
+    """Print an experiment's table, what it confirmed and what it did not, and where its files are."""
     from fastweights.lab.engine.experiment import docstring
 
     rows = plan.module.table(outcome.rows) if hasattr(plan.module, "table") and outcome.rows else outcome.rows
@@ -127,6 +132,7 @@ def _show(outcome: Any, plan: Any, console: Any) -> None:
 
 
 def _table(heading: str, rows: list[dict]) -> Any:
+    """Rows as a table of the terminal: numbers to the right, text to the left."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -141,12 +147,14 @@ def _table(heading: str, rows: list[dict]) -> Any:
 
 
 def _cell(value: Any) -> str:
+    """A value in four figures; nothing for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _write_scoreboard(out: Path | None) -> None:
+    """Write the page of all verdicts into the folder of results."""
     from fastweights import files
     from fastweights.lab.engine import scoreboard
 
@@ -158,7 +166,10 @@ def _write_scoreboard(out: Path | None) -> None:
 
 
 def _list(out: Path | None) -> None:
-    """Claim by claim: the verdict, ours beside the published, seeds and size, computed from the results."""
+    """Print every experiment, claim by claim: the verdict, ours beside the published, seeds and size.
+
+    All of it is computed from the results that are there.
+    """
     from fastweights.lab.engine import scoreboard
     from fastweights.lab.engine.experiment import about, docstring
 

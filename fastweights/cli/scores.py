@@ -31,7 +31,13 @@ def score_modes(
 def report_scores(
     numbers: dict[str, Any], scores: list[Score], texts: list[Text], lengths: np.ndarray | None, json: Path, plot: Path
 ) -> None:
-    """Print the numbers of `summary` as a table, write them, and draw the loss by position."""
+    """Print the numbers of `summary` as a table, write them as JSON, and draw the loss by position.
+
+    Args:
+        numbers: of `summary`, and what else the JSON file shall hold.
+        scores, texts, lengths: what they were made of.
+        json, plot: files to write; without matplotlib there is no picture.
+    """
     report.show(numbers, Console())
     write_json(json, numbers)
     drawn = report.plot(scores, texts, lengths, plot)

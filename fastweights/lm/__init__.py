@@ -1,10 +1,14 @@
 """Language models with fast weights: train, evaluate, generate, read a document into a memory.
 
-from fastweights.lm import load
+    from fastweights.lm import Config, generate, load, train
 
-model = load("runs/first")
-memory = model.read(b"def area(radius):")
-memory.save("area.memory")
+    train(Config.of("laptop", steps=500), "runs/first")
+    model = load("runs/first")
+    memory = model.read(b"def area(radius):")              # of constant size, however long the text
+    memory.save("area.memory")
+    print(model.tokenizer.decode(generate(model, memory, 100)).decode(errors="replace"))
+
+The commands `fastweights train`, `eval`, `generate` and `read` do the same from a terminal.
 """
 
 import importlib

@@ -14,6 +14,7 @@ from fastweights.torch.tree import flatten, unflatten
 
 
 def save_best(run: Path, model: LanguageModel, step: int, ranks: Ranks) -> None:
+    """Write the weights alone, with the step that they are from. All processes call it, the first writes."""
     weights = {f"model.{n}": whole(x) for n, x in model.state_dict().items()}
     if ranks.first:
         write_tensors(run / BEST, weights, dict(step=str(step)))
@@ -22,7 +23,15 @@ def save_best(run: Path, model: LanguageModel, step: int, ranks: Ranks) -> None:
 def save_last(
     run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, states: list, about: dict, ranks: Ranks
 ) -> None:
-    """All processes call it, the first writes."""
+    """Write all that going on takes: weights, optimiser, carried memories and position. All processes call it.
+
+    Args:
+        run: folder.
+        model, optimizer: as they are after a step.
+        states: carried memory of each accumulated batch of this process.
+        about: step, seconds and best loss so far.
+        ranks: which process this is; tensors that are spread over processes are put together first.
+    """
     tensors = {f"model.{n}": whole(x) for n, x in model.state_dict().items()}
     for i, values in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{n}": whole(x) for n, x in values.items()}

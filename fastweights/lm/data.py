@@ -26,12 +26,19 @@ INDEX = "index.json"  # where each split's documents begin; a folder that has it
 
 
 def cache_folder() -> Path:
+    """Where encoded corpora are kept: $XDG_CACHE_HOME/fastweights, or ~/.cache/fastweights."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastweights"
 
 
 @dataclass(frozen=True)
 class Split:
-    """Documents as one array of tokens.  at (N + 1,): where each begins;  names, bytes: of each."""
+    """Documents of one split as one array of tokens.
+
+    Attributes:
+        tokens: (N documents laid end to end,), each with the start token before its text.
+        at: (N + 1,), where each begins.
+        names, bytes: of each.
+    """
 
     tokens: np.ndarray
     at: np.ndarray
@@ -42,23 +49,36 @@ class Split:
         return len(self.names)
 
     def document(self, i: int) -> np.ndarray:
+        """The tokens of document i, the start token first."""
         return np.asarray(self.tokens[self.at[i] : self.at[i + 1]]).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """An encoded corpus: its splits "train", "valid" and "test", its tokenizer, and the folder that it is kept in."""
+
     splits: dict[str, Split]
     tokenizer: Tokenizer
     folder: Path
 
     @property
     def bytes_per_token(self) -> float:
+        """Of the training text, to turn a loss per token into bits per byte."""
         train = self.splits["train"]
         return float(train.bytes.sum() / max(1, len(train.tokens) - len(train)))
 
 
 def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
-    """The encoded corpus, from the cache folder when it is there."""
+    """The encoded corpus, from the cache folder when it is there.
+
+    Args:
+        data: as `corpus.documents` takes it.
+        tokens: "bytes", "bpe:SIZE", trained on the training documents, or a tokenizer.json.
+        cache: folder for encoded corpora; `cache_folder()` when absent.
+
+    The folder's name is a hash of the corpus (names, sizes and times of its files) and the tokenizer, so that a corpus
+    which has changed is encoded anew.
+    """
     is_file = tokens != "bytes" and not tokens.startswith("bpe:") and Path(tokens).is_file()
     kind = hashlib.sha256(Path(tokens).read_bytes()).hexdigest() if is_file else tokens
     key = hashlib.sha256(json.dumps([VERSION, corpus.identity(data), kind]).encode()).hexdigest()[:16]
@@ -69,6 +89,7 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
 
 
 def _encode(data: str, tokens: str, folder: Path) -> None:
+    """Encode a corpus into a folder, which appears when it is complete; two processes may do so at once."""
     parts = corpus.split(list(corpus.documents(data)), data)
     with_tokens = tokenizer.make(tokens, (d.data for d in parts["train"]))
     try:
@@ -83,6 +104,7 @@ def _encode(data: str, tokens: str, folder: Path) -> None:
 
 
 def _write(path: Path, found: Iterable[corpus.Document], with_tokens: Tokenizer) -> dict[str, Any]:
+    """Write the tokens of documents to a file, 2 bytes each where the vocabulary allows; returns the index of them."""
     dtype = "uint16" if with_tokens.size <= 2**16 else "uint32"
     at, names, sizes = [0], [], []
     with open(path, "wb") as file:
@@ -96,6 +118,7 @@ def _write(path: Path, found: Iterable[corpus.Document], with_tokens: Tokenizer)
 
 
 def open_folder(folder: Path) -> Corpus:
+    """The corpus in a folder; tokens stay on disk and are read where they are needed."""
     splits = {}
     for name, i in json.loads((folder / INDEX).read_text()).items():
         path = folder / f"{name}.bin"
@@ -128,9 +151,11 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
+        """Batches until every token was seen once."""
         return (len(self.split.tokens) - 1) // self.length // self.rows
 
     def starts_epoch(self, step: int) -> bool:
+        """Whether documents are shuffled anew before this step, so that no memory can be carried into it."""
         return step % self.per_epoch == 0
 
     def __getitem__(self, step: int) -> np.ndarray:

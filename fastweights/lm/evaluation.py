@@ -35,6 +35,7 @@ def modes(model: LanguageModel) -> list[str]:
 
 
 def check_mode(model: LanguageModel, mode: str) -> None:
+    """Raise FastWeightError unless the model can be scored in this mode."""
     if mode not in modes(model):
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}")
 
@@ -48,7 +49,19 @@ def score(
     dynamic: Dynamic | None = None,
     advance: Callable[[int], Any] = lambda n: None,
 ) -> Score:
-    """Score texts in one mode. memory: what every text is read after; static windows ignore it."""
+    """Score texts in one mode; each is read from its start, and the model is as before afterwards.
+
+    Args:
+        model: of a run.
+        texts: what to score.
+        mode: one of `modes(model)`; the list above says what each does.
+        memory: what every text is read after; static windows ignore it.
+        dynamic: rates of dynamic evaluation.
+        advance: advance(bytes) after every text, for a progress bar.
+
+    Returns:
+        The losses of all tokens, the seconds that they took, and the bytes carried and held.
+    """
     check_mode(model, mode)
     model.eval()
     if texts:
@@ -77,6 +90,7 @@ def score(
 
 
 def _before(model: LanguageModel, memory: Memory | None) -> Any:
+    """The state that a text is read from: a copy of the memory's, or an empty one."""
     return model.init_state(1) if memory is None else memory.fork().state
 
 

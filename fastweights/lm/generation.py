@@ -20,10 +20,11 @@ class Sampling:
         >>> Sampling(temperature=0).draw(torch.tensor([0.1, 2.0, 0.3]), torch.Generator())
         1
 
-    temperature: divides the logits; 0 takes the likeliest token, 1 draws as the model says.
-    top_k: number of likeliest tokens to choose among; 0 for all.
-    top_p: probability that these have together, the likeliest first.
-    seed: the same seed writes the same text.
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token, 1 draws as the model says.
+        top_k: number of likeliest tokens to choose among; 0 for all.
+        top_p: probability that these have together, the likeliest first.
+        seed: the same seed writes the same text.
     """
 
     temperature: float = 0.8
@@ -40,7 +41,7 @@ class Sampling:
             raise FastWeightError(f"top_p is {self.top_p}; expected above 0 and at most 1: the probability to keep")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """One token for logits (V,)."""
+        """One token for logits (V,), with this source of chance."""
         if self.temperature == 0:
             return int(logits.argmax())
         ordered, order = (logits.float().cpu() / self.temperature).sort(descending=True)
@@ -74,8 +75,26 @@ def generate(
 ) -> Iterator[int]:
     """Tokens that follow what `memory` has read, up to the end of the document or `tokens` of them.
 
-    learn: whether a Fast Weight Layer goes on learning, from what it generates.  cache: mixed into the prediction, and
-    goes on reading too.  cached: what it holds of the text before.
+    Every token takes the same time and memory, however long the text before it is.
+
+    Args:
+        model: of a run, as `load` returns it.
+        memory: what was read, as `model.read` returns it.
+        tokens: to write at most.
+        how: a `Sampling`; its defaults when absent.
+        learn: whether a Fast Weight Layer goes on learning, from what it generates.
+        cache: a `NeuralCache` that is mixed into the prediction, and goes on reading too.
+        cached: what it holds of the text before.
+
+    Examples:
+        >>> from fastweights.models.config import Config
+        >>> from fastweights.text.tokenizer import Bytes
+        >>> model = LanguageModel(Config(dim=16, heads=2, depth=1), vocab=257)
+        >>> model.tokenizer = Bytes()
+        >>> memory = model.read("def ")
+        >>> written = bytes(generate(model, memory, 5))  # an untrained model writes noise
+        >>> len(written) <= 5
+        True
     """
     how = how or Sampling()
     model.eval()

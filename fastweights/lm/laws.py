@@ -25,7 +25,13 @@ TOLERANCE = 1e-3
 
 
 def check(model: LanguageModel, mode: str, row: Tensor, dynamic: Dynamic | None = None) -> None:
-    """Raise unless scoring in this mode keeps the laws at the beginning of a text.  row (1, T + 1)."""
+    """Raise FastWeightError unless scoring in this mode keeps the laws at the beginning of a text.
+
+    Args:
+        model, mode: as for `evaluation.score`.
+        row: (1, T + 1), the start of a document and its tokens; long enough for at least one update.
+        dynamic: rates of dynamic evaluation.
+    """
     check_mode(model, mode)
     model.eval()
     losses = _scorer(model, mode, dynamic or Dynamic())
@@ -71,8 +77,10 @@ def _scorer(model: LanguageModel, mode: str, dynamic: Dynamic) -> Callable[[Tens
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether losses are the same up to rounding."""
     return bool((a - b).abs().max() <= TOLERANCE)
 
 
 def _broken(mode: str, law: str, why: str) -> None:
+    """Raise FastWeightError: this law does not hold in this mode."""
     raise FastWeightError(f"mode {mode!r} breaks the law {law!r}: {why}; its scores would mean nothing")

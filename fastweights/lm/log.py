@@ -16,7 +16,15 @@ from fastweights.files import write_text
 
 
 class Log:
-    """Use as a context; `step` after every step, `point` where a line shall be kept."""
+    """What a run reports, as a context; `step` after every step, `point` where a line shall be kept.
+
+    Args:
+        run, metrics: folder, and the file in it that lines go to.
+        start, steps: where training starts and ends, for the progress bar.
+        bytes_per_token: to turn a loss per token into bits per byte.
+        console: where to draw; nowhere when absent.
+        write: False in all processes but one.
+    """
 
     def __init__(
         self,
@@ -58,13 +66,23 @@ class Log:
         return loss / math.log(2) / self.bytes_per_token
 
     def step(self, step: int, done: float, loss: float, speed: float) -> None:
-        """done: the share of the run behind us, by steps or by time."""
+        """Move the progress bar.
+
+        Args:
+            step: just done.
+            done: the share of the run behind us, by steps or by time.
+            loss: per token, in nats.
+            speed: tokens per second.
+        """
         text = f"loss {loss:.3f}  {self.bits(loss):.3f} bits/byte  {speed:,.0f} tokens/s"
         total = max(step, round(step / done)) if done else None
         self.progress.update(self.task, completed=step, total=total, description=text)
 
     def point(self, **values: Any) -> None:
-        """One line of metrics.jsonl, the same to TensorBoard, and a line on the screen where a loss was validated."""
+        """Keep the values of one step: a line of metrics.jsonl, and the same for TensorBoard.
+
+        Where a loss was validated, a line is printed too.
+        """
         try:
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
@@ -92,6 +110,7 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _board(run: Path, start: int) -> Any:
+    """A TensorBoard writer where it is installed, else None."""
     # TensorBoard imports TensorFlow where it finds it, for seconds and pages of warnings; this name stops it
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
     try:

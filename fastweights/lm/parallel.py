@@ -21,7 +21,15 @@ from fastweights.torch.tree import flatten, unflatten
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which process this is, of how many, and how they share the work: "none", "ddp" or "fsdp"."""
+    """Which process this is, of how many, and how they share the work.
+
+    Attributes:
+        rank: of this process; 0 is the one that writes files.
+        world: how many there are.
+        device: of this process.
+        parallel: "none"; "ddp", every process has all weights; "fsdp", each has its share of them.
+        joined: whether the processes were joined here, rather than by whoever called.
+    """
 
     rank: int = 0
     world: int = 1
@@ -31,7 +39,12 @@ class Ranks:
 
     @classmethod
     def start(cls, parallel: str, device: str) -> "Ranks":
-        """Join the processes that torchrun started; one process when there is no torchrun."""
+        """Join the processes that torchrun started; one process when there is no torchrun.
+
+        Args:
+            parallel: "none", "ddp" or "fsdp"; "none" under torchrun is an error, and the others without it.
+            device: "cpu" or "cuda"; each process then takes the GPU of its own rank.
+        """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world > 1 and parallel == "none":
             raise FastWeightError(f"torchrun started {world} processes; expected --parallel ddp or fsdp with them")
@@ -58,9 +71,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
+        """Whether this process is the one that writes files."""
         return self.rank == 0
 
     def wait(self) -> None:
+        """Go on when all processes have come so far."""
         if self.parallel != "none":
             dist.barrier()
 

@@ -37,7 +37,13 @@ def corpus_of(run: Path) -> data.Corpus:
 
 
 def held_out(run: Path, model: LanguageModel, min_bytes: int, limit: int) -> list[Text]:
-    """Test documents of at least min_bytes, the last one cut where `limit` bytes are reached."""
+    """Test documents of a run, as texts to score.
+
+    Args:
+        run, model: the folder and its model.
+        min_bytes: shorter ones are left out.
+        limit: bytes of all together; the last one is cut there. 0 for no limit.
+    """
     split = corpus_of(run).splits["test"]
     texts: list[Text] = []
     left = limit or math.inf

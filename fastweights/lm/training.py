@@ -31,13 +31,24 @@ SLOW_SHARE = 0.5  # of the loss of a Fast Weight Layer that has learned nothing 
 
 
 class Objective(nn.Module):
-    """The weighted sum of losses of one batch, as a module that can be wrapped."""
+    """The weighted sum of losses of one batch, as a module that DDP and FSDP can wrap.
+
+    With a Fast Weight Layer half of what is trained is the loss of the layer before it learned anything: its slow
+    weights then stay a good model of their own, from which learning starts.
+    """
 
     def __init__(self, model: LanguageModel):
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor, state: State, pieces: Pieces) -> tuple:
+        """(what is trained, the loss without gradient, the states to carry on) of a batch.
+
+        Args:
+            tokens, labels, weights: (B, T).
+            state: carried from the batch before.
+            pieces: where documents start.
+        """
         scores = self.model.score(tokens, labels, state, weights=weights, pieces=pieces)
         loss = (scores.loss * weights).sum()
         trained = loss
@@ -112,7 +123,10 @@ def _claim(run: Path, config: Config, resume: bool) -> Config:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay, and the logarithms of a Fast Weight Layer's steps have a rate of their own."""
+    """AdamW; only matrices decay, and the logarithms of a Fast Weight Layer's steps have a rate of their own.
+
+    Parameters that a run started `--from` keeps frozen are left out.
+    """
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     steps = [p for n, p in named.items() if n.endswith("fast.steps") and config.fast_options.get("log_steps")]
     rest = [p for p in named.values() if all(p is not q for q in steps)]
@@ -127,14 +141,25 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 def share_of_rate(config: Config, step: int, done: float) -> float:
-    """Linear warm-up, then a cosine down to final_lr.  done: the share of the run behind us."""
+    """The share of the peak learning rate: linear warm-up, then a cosine down to final_lr.
+
+    Args:
+        config: has warmup and final_lr.
+        step: counted from 0.
+        done: the share of the run behind us.
+
+    Examples:
+        >>> config = Config(warmup=4, final_lr=0.1)
+        >>> [share_of_rate(config, 0, 0.0), share_of_rate(config, 4, 0.0), round(share_of_rate(config, 99, 1.0), 3)]
+        [0.25, 1.0, 0.1]
+    """
     if step < config.warmup:
         return (step + 1) / config.warmup
     return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 class Trainer:
-    """The loop and what it needs."""
+    """The loop and what it needs: batches, an empty state, and whether products are bfloat16."""
 
     def __init__(self, config: Config, run: Path, corpus: Corpus, model: LanguageModel, ranks: Ranks):
         self.config, self.run, self.corpus, self.model, self.ranks = config, run, corpus, model, ranks
@@ -145,6 +170,9 @@ class Trainer:
         self.autocast = torch.autocast(ranks.device.partition(":")[0], torch.bfloat16, enabled=bf16)
 
     def go(self, resume: bool, console: Console | None) -> None:
+        """Train until the steps or minutes are over, or until someone interrupts; checkpoints are written on the
+        way.
+        """
         c, ranks = self.config, self.ranks
         states, at = checkpoints.restore(self.run, self.model, ranks) if resume else ([], START)
         if not resume:

@@ -121,7 +121,7 @@ class FastWeightAttention(nn.Module):
         """Draw the initial weights anew; FAVOR+'s directions are those of the seed.
 
         Projections and the convolution are uniform up to 1 / sqrt(in), as in `torch.nn.Linear`; a learned decay starts
-        so that heads forget at different speeds, most of them slowly.
+        so that heads forget at different speeds.
         """
         for projection in (self.in_proj, self.out_proj):
             projection.reset_parameters()
