@@ -15,7 +15,11 @@ recording = True  # False: all steps are run as they are
 
 
 def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine down to `final`."""
+    """Share of the peak learning rate: linear warm-up, then a cosine down to `final`.
+
+    >>> [rate(step, 100, warmup=10) for step in (0, 9, 100)]
+    [0.1, 1.0, 0.05]
+    """
     if step < warmup:
         return (step + 1) / warmup
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
@@ -34,7 +38,10 @@ def free() -> None:
 
 
 def record(function: Callable[[], Any]) -> tuple[Any, Any] | None:
-    """(CUDA graph, what function returned), or None with a warning: something in it waits for the CPU, for example."""
+    """(CUDA graph, what function returned), or None with a warning: something in it waits for the CPU, for example.
+
+    Once None has been returned, the caller runs its steps as they are: slower, with the same numbers.
+    """
     if not recording:
         return None
     free()
@@ -59,7 +66,8 @@ def record(function: Callable[[], Any]) -> tuple[Any, Any] | None:
 class Replay:
     """A function of tensors, recorded as a CUDA graph once per shape; elsewhere the function itself.
 
-    Its tensors may be reused by the next call: clone what shall last.
+    The first calls of a shape run as they are, on another stream, as recording wants it; later ones copy their inputs
+    into the graph's own and replay it. Its tensors may be reused by the next call: clone what shall last.
     """
 
     def __init__(self, function: Callable[..., Any], device: str):
@@ -88,6 +96,7 @@ class Replay:
         return output
 
     def _record(self, shapes: tuple, inputs: tuple) -> Any:
+        """Record the function on copies of these inputs, and run the recording once; as it is where that fails."""
         held = [x.clone() for x in inputs]
         found = record(lambda: self.function(*held))
         if found is None:
@@ -100,7 +109,16 @@ class Replay:
 
 
 class Steps:
-    """AdamW on `objective(*tensors) -> loss`; each call is one step and returns the loss before it, a tensor."""
+    """AdamW on `objective(*tensors) -> loss`; each call is one step and returns the loss before it, a tensor.
+
+    Args:
+        model: whose parameters train; weight decay is for matrices alone.
+        objective: of the tensors of a batch. On a GPU it runs with bfloat16 products and is recorded, so it must never
+            wait for a number.
+        device: "cpu" or "cuda".
+        lr: the peak learning rate.
+        weight_decay, clip: of AdamW, and the largest norm of a gradient.
+    """
 
     def __init__(self, model: nn.Module, objective: Callable[..., Tensor], device: str, *, lr: float,
                  weight_decay: float = 0.1, clip: float = 1.0):  # fmt: skip
@@ -125,7 +143,7 @@ class Steps:
         self.replay = Replay(step, device)  # which knows nothing of self: a circle would keep the recordings alive
 
     def __call__(self, share: float, *tensors: Tensor) -> Tensor:
-        """share: of the peak learning rate."""
+        """One step on a batch.  share: of the peak learning rate."""
         self.model.train()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):

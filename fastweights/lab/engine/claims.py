@@ -22,9 +22,13 @@ OURS = "ours"  # source of a statement that no paper makes: a control, or a find
 class Claim:
     """One sentence that results can support or contradict.
 
-    id: short, unique within its experiment.  says: the sentence.  published: the paper's numbers, as text.
-    source: where they are from, or OURS.  judge: result rows -> the verdict and our numbers, as text.
-    where: fields (one value, or several) of the rows that the claim is about; seeds and size are counted on these.
+    Attributes:
+        id: short, unique within its experiment.
+        says: the sentence.
+        published: the paper's numbers, as text.
+        source: where they are from, or OURS.
+        judge: result rows -> the verdict and our numbers, as text.
+        where: fields (one value, or several) of the rows that the claim is about; seeds and size are counted on these.
     """
 
     id: str
@@ -42,7 +46,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What our results say about a claim: the verdict, our numbers, how many seeds, how large the experiment was."""
+    """What our results say about a claim.
+
+    Attributes:
+        claim: the sentence.
+        verdict: "reproduced", "partly", "not" or "opposite".
+        ours: our numbers, as text.
+        seeds: how many the numbers are means of.
+        size: how large the experiment was.
+    """
 
     claim: Claim
     verdict: Verdict
@@ -87,7 +99,11 @@ def seeds(rows: list[Row]) -> int:
 
 
 def held(conditions: Iterable[bool]) -> Verdict:
-    """reproduced when all hold, not when none does, else partly."""
+    """reproduced when all hold, not when none does, else partly.
+
+    >>> held([True, False]), held([False, False])
+    ('partly', 'not')
+    """
     found = list(conditions)
     return "reproduced" if all(found) else "partly" if any(found) else "not"
 
@@ -96,6 +112,9 @@ def less(pairs: Iterable[tuple[float, float]]) -> Verdict:
     """The claim is that the first of each pair is less than the second: opposite when it is so nowhere.
 
     A number that is not finite counts as infinitely large.
+
+        >>> less([(1.0, 2.0), (3.0, float("nan"))]), less([(2.0, 1.0)])
+        ('reproduced', 'opposite')
     """
     finite = [tuple(x if math.isfinite(x) else math.inf for x in pair) for pair in pairs]
     verdict = held(a < b for a, b in finite)
@@ -103,6 +122,10 @@ def less(pairs: Iterable[tuple[float, float]]) -> Verdict:
 
 
 def spread(mean_low_high: tuple[float, float, float], form: str = ".3g", unit: float = 1.0) -> str:
-    """`22.9 (5.49 to 40.4)`: a mean with the lowest and highest seed, or the mean alone where they are the same."""
+    """A mean with the lowest and highest seed, or the mean alone where they are the same.
+
+    >>> spread((22.93, 5.49, 40.4)), spread((0.5, 0.5, 0.5))
+    ('22.9 (5.49 to 40.4)', '0.5')
+    """
     mean, low, high = (format(unit * x, form) for x in mean_low_high)
     return mean if low == high else f"{mean} ({low} to {high})"

@@ -23,8 +23,11 @@ class OutOfTime(Exception):
 class Report:
     """What an arm is given to talk through: `report(fraction, text)` says how far it is.
 
-    data: folder of the user's data, or None.  smoke: whether these are SMOKE settings.
-    deadline: time.monotonic() at which to stop; after it, `report(...)` raises OutOfTime.
+    Attributes:
+        tell: where that goes.
+        data: folder of the user's data, or None.
+        smoke: whether these are SMOKE settings.
+        deadline: time.monotonic() at which to stop; after it, `report(...)` raises OutOfTime.
     """
 
     tell: Callable[[float, str], None] = lambda fraction, text: None
@@ -45,7 +48,15 @@ class Report:
 
 @dataclass
 class Plan:
-    """One experiment: all its arms, those chosen to run now, and the results there are."""
+    """One experiment: all its arms, those chosen to run now, and the results there are.
+
+    Attributes:
+        name, module: of the experiment.
+        arms: all of them, in the order of its figure.
+        chosen: those that --only and --part leave.
+        results: what is done.
+        smoke: whether the settings are SMOKE.
+    """
 
     name: str
     module: ModuleType
@@ -89,7 +100,13 @@ def plan(
 ) -> Plan:
     """The arms of one experiment and the results that are already there.
 
-    only: "rule=delta,seed=0" keeps the arms with these values.  part: "2/8" keeps the second eighth of them.
+    Args:
+        name: one of EXPERIMENTS.
+        smoke: take the settings SMOKE.
+        out: folder of the results; docs/results, or runs/lab for SMOKE, when absent.
+        seeds: instead of the experiment's own number.
+        only: "rule=delta,seed=0" keeps the arms with these values.
+        part: "2/8" keeps the second eighth of them.
     """
     module = load(name)
     settings = dict(module.SMOKE if smoke else module.FULL)
@@ -105,6 +122,7 @@ def plan(
 
 
 def _only(arms: list[Arm], only: str, name: str) -> list[Arm]:
+    """The arms that have these values; FastWeightError lists what values there are."""
     for pair in filter(None, only.split(",")):
         field_, equals, value = pair.partition("=")
         known = {k: sorted({str(arm[k]) for arm in arms if k in arm}) for k in {k for arm in arms for k in arm}}
@@ -116,6 +134,7 @@ def _only(arms: list[Arm], only: str, name: str) -> list[Arm]:
 
 
 def _part(n: int, part: str) -> slice:
+    """Every N-th of n arms from the I-th, as a slice, for "I/N"."""
     if not part:
         return slice(None)
     i, _, of = part.partition("/")
@@ -142,7 +161,11 @@ def check_data(plans: list[Plan], data: Path | None) -> None:
 def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = True) -> tuple[list[Row], float]:
     """The rows of one arm and the seconds it took. The same arm gives the same rows: it is seeded by what it is.
 
-    record: whether steps on a GPU may be recorded and replayed.
+    Args:
+        name, arm: what to run.
+        device: "cpu" or "cuda".
+        report: hears how far it is.
+        record: whether steps on a GPU may be recorded and replayed.
     """
     import torch
 

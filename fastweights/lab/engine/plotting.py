@@ -35,9 +35,16 @@ STYLE: dict[str, Any] = {
 @contextmanager
 def figure(path: Path | str, columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (6.4, 4.2),
            title: str = "", note: str = "", share_y: bool = False) -> Iterator[Any]:  # fmt: skip
-    """Axes to draw on (one, or an array of them), saved as PNG at the end. size: of one panel, in inches.
+    """Axes to draw on (one, or an array of them), saved as PNG at the end.
 
-    with figure(path, 2, title="Capacity") as (left, right): left.plot(...)
+        with figure(path, 2, title="Capacity") as (left, right): left.plot(...)
+
+    Args:
+        path: of the PNG, which is whole or absent.
+        columns, rows: of panels.
+        size: of one panel, in inches.
+        title, note: above and below all panels.
+        share_y: one axis for all panels of a row.
     """
     import matplotlib
 
@@ -66,7 +73,15 @@ def colour(name: str, position: int = 0) -> str:
 
 def curve(axes: Any, x: Sequence, y: Sequence, *, label: str = "", color: str = INK, band: Any = None,
           marker: str = "o", dashed: bool = False, width: float = 2.0) -> None:  # fmt: skip
-    """Ours: a solid line with dots. band: (lows, highs), such as the range over seeds."""
+    """Ours: a solid line with dots.
+
+    Args:
+        axes: to draw on.
+        x, y: points.
+        label: in the legend.
+        color, marker, dashed, width: of the line.
+        band: (lows, highs), such as the range over seeds, shaded.
+    """
     if band is not None:
         axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
     axes.plot(x, y, marker=marker, color=color, label=label, linestyle="--" if dashed else "-", linewidth=width)
@@ -79,7 +94,15 @@ def paper(axes: Any, x: Sequence, y: Sequence, *, color: str = PAPER, label: str
 
 def bars(axes: Any, labels: Iterable[str], values: Sequence[float], *, published: Sequence[float | None] | None = None,
          colors: Sequence[str] | None = None, form: str = "{:.2f}") -> None:  # fmt: skip
-    """Horizontal bars with their numbers; the paper's number is a line across its bar."""
+    """Horizontal bars with their numbers; the paper's number is a line across its bar.
+
+    Args:
+        axes: to draw on.
+        labels, values: of the bars, from above.
+        published: the paper's numbers, None where it has none.
+        colors: one per bar; those of the labels when absent.
+        form: of the numbers.
+    """
     names = list(labels)
     at = list(range(len(names)))[::-1]
     axes.barh(at, values, color=colors or [colour(n, i) for i, n in enumerate(names)], height=0.68)

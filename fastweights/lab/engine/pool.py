@@ -36,9 +36,18 @@ def run_all(
     minutes: float | None = None,
     console: Console | None = None,
 ) -> list[str]:
-    """Run the arms that are missing and keep their rows; returns what broke. Of several experiments the longest first.
+    """Run the arms that are missing and keep their rows; returns what broke, as text.
 
-    With one job the arms come in their order, and experiments take turns.
+    With one job the arms come in their order, and experiments take turns. With several the longest arms go first, so
+    that no process works on alone at the end.
+
+    Args:
+        plans: the experiments.
+        device: "cpu" or "cuda", which all processes share.
+        data: folder of the user's corpora.
+        jobs: processes side by side.
+        minutes: after which to stop; arms that are not done run again next time.
+        console: where progress is shown.
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     turns = itertools.zip_longest(*([(plan, arm) for arm in plan.missing(plan.chosen)] for plan in plans))
@@ -54,6 +63,7 @@ def run_all(
 
 
 def _here(tasks: list[Task], device: str, data: Path | None, deadline: float, tell: Tell) -> list[str]:
+    """All arms in this process, one after the other. An error ends its arm alone, unless there is only one."""
     broken = []
     for plan, arm in tasks:
         report = Report(_named(plan.name, partial(tell, 0)), data, plan.smoke, deadline)
@@ -88,6 +98,7 @@ class _Pool:
         self.given: dict[Any, int | None] = {}
 
     def run(self, jobs: int) -> list[str]:
+        """Give arms to processes until none is left; returns what broke."""
         pipe: Any
         try:
             for n in range(jobs):
@@ -108,6 +119,7 @@ class _Pool:
                 for i, (plan, arm) in enumerate(self.tasks) if i in self.failed]  # fmt: skip
 
     def _start(self, n: int) -> None:
+        """Start process n and give it an arm."""
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=_work, args=(theirs, *self.how), daemon=True)
         process.start()
@@ -116,12 +128,16 @@ class _Pool:
         self._give(ours)
 
     def _give(self, pipe: Any) -> None:
+        """Send the next arm through a pipe, or None, which ends the process."""
         i = self.given[pipe] = self.waiting.popleft() if self.waiting else None
         plan, arm = self.tasks[i] if i is not None else (None, None)
         with suppress(OSError):  # it has ended, which the pipe will say
             pipe.send(None if plan is None else (plan.name, arm, plan.smoke, i not in self.failed))
 
     def _heard(self, pipe: Any, kind: str, what: list) -> None:
+        """What a process said: how far it is ("far"), rows of an arm ("rows"), an error ("broke"), or that time is
+        up ("late").
+        """
         n, i = self.processes[pipe][0], self.given[pipe]
         if kind == "far":
             self.tell(n, *what)
@@ -139,6 +155,7 @@ class _Pool:
                 self._broke(n, i, *what)
 
     def _broke(self, n: int, i: int, why: str) -> None:
+        """Note why arm i failed, and let it wait for another try where one is worth it."""
         plan, arm = self.tasks[i]
         again = self.device != "cpu" and i not in self.failed
         self.failed[i] = why
@@ -148,6 +165,9 @@ class _Pool:
             self.tell(n, -1.0, f"{plan.name}: {describe(arm)}: FAILED: {why.strip().splitlines()[-1]}")
 
     def _ended(self, pipe: Any) -> None:
+        """A process has ended: on its own, which counts as a failure of its arm, or after one; start another if arms
+        wait.
+        """
         (n, process), i = self.processes.pop(pipe), self.given.pop(pipe)
         process.join()
         pipe.close()
@@ -181,6 +201,7 @@ def _work(pipe: Any, device: str, data: Path | None, deadline: float) -> None:
 
 
 def _named(name: str, tell: Callable[[float, str], None]) -> Callable[[float, str], None]:
+    """A function like tell that says the experiment's name first."""
     return lambda fraction, text: tell(fraction, f"{name}: {text}")
 
 

@@ -15,7 +15,16 @@ from fastweights.lab.engine.results import Row
 
 @dataclass
 class Outcome:
-    """confirmed: what `check` says holds;  failed: what does not, or what broke."""
+    """What came of an experiment.
+
+    Attributes:
+        name: of the experiment.
+        rows: all results that there are.
+        missing: arms without results; nothing is judged while there are any.
+        confirmed: what `check` says holds.
+        failed: what does not, or what broke.
+        files: that were written.
+    """
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -52,7 +61,13 @@ def reproduce(
     part: str = "",
     minutes: float | None = None,
 ) -> Outcome:
-    """Run what is missing of one experiment: the command as a function, without a display."""
+    """Run what is missing of one experiment: the command as a function, without a display.
+
+    Args:
+        name: one of EXPERIMENTS.
+        smoke, out, seeds, only, part: as for `plan`.
+        device, data, jobs, minutes: as for `run_all`.
+    """
     planned = plan(name, smoke=smoke, out=out, seeds=seeds, only=only, part=part)
     check_data([planned], data)
     errors = run_all([planned], device=device, data=data, jobs=jobs, minutes=minutes)

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def key(arm: Arm) -> str:
-    """What identifies an arm: a short hash of its fields."""
+    """What identifies an arm: a short hash of its fields. Another setting is another arm, and runs again."""
     return hashlib.sha256(json.dumps(arm, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -68,6 +68,7 @@ class Results:
 
 
 def _read_lines(path: Path) -> dict[str, list[Row]]:
+    """{key of an arm: its rows} of a file of lines; a line that a kill cut off is left out."""
     done = {}
     for line in path.read_text().splitlines():
         try:
@@ -91,6 +92,7 @@ def to_csv(done: dict[str, list[Row]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    """A value as text for CSV: six figures of a number, nothing for None."""
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -105,6 +107,7 @@ def read_csv(path: Path) -> dict[str, list[Row]]:
 
 
 def _value(text: str) -> Any:
+    """A cell as the whole number, number, truth value or text that it was."""
     if text in ("True", "False"):
         return text == "True"
     for number in (int, float):
@@ -116,7 +119,11 @@ def _value(text: str) -> Any:
 
 
 def mean_over(rows: Iterable[Row], by: tuple[str, ...], value: str) -> dict[tuple, tuple[float, float, float]]:
-    """(mean, lowest, highest) of a field over the rows that share the fields `by`, such as over seeds."""
+    """(mean, lowest, highest) of a field over the rows that share the fields `by`, such as over seeds.
+
+    >>> mean_over([dict(R=20, seed=0, error=1.0), dict(R=20, seed=1, error=3.0)], ("R",), "error")
+    {(20,): (2.0, 1.0, 3.0)}
+    """
     groups: dict[tuple, list[float]] = {}
     for row in rows:
         if row.get(value) is not None:

@@ -21,7 +21,13 @@ MEANING = dict(
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment: its claims judged, or the reason why they are not."""
+    """One experiment: its claims judged, or the reason why they are not.
+
+    Attributes:
+        name, title, paper: of the experiment, from its file.
+        judged: a judgement per claim.
+        reason: why there are none, such as results that are missing.
+    """
 
     name: str
     title: str
@@ -50,6 +56,7 @@ def entry(name: str, folder: Path) -> Entry:
 
 
 def entries(folder: Path) -> list[Entry]:
+    """All experiments, judged on the results in a folder."""
     return [entry(name, folder) for name in EXPERIMENTS]
 
 
@@ -60,6 +67,7 @@ def counts(found: list[Entry]) -> str:
 
 
 def _count_line(e: Entry) -> str:
+    """A row of the table of counts: how many of the papers' claims have each verdict."""
     count = Counter(j.verdict for j in e.judged if j.claim.source != OURS)
     return f"| [{e.name}](#{e.name}) | " + " | ".join(str(count[verdict] or "") for verdict in VERDICTS) + " |"
 

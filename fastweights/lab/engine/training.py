@@ -33,7 +33,14 @@ class Learner(Protocol):
 
 @dataclass
 class Course:
-    """What became of one copy: the scores at every evaluation, and why it ended."""
+    """What became of one copy: the scores at every evaluation, and why it ended.
+
+    Attributes:
+        steps, scores: of each evaluation.
+        best: the lowest loss so far.
+        strikes: evaluations since then.
+        ended: "reached" the target, "patience", "steps" or "time"; empty while it is going.
+    """
 
     steps: list[int] = field(default_factory=list)
     scores: list[list[float]] = field(default_factory=list)
@@ -42,6 +49,7 @@ class Course:
     ended: str = ""  # reached, patience, steps or time
 
     def add(self, step: int, scores: list[float], target: float, patience: int) -> None:
+        """Note an evaluation, and whether the copy is done."""
         self.steps.append(step)
         self.scores.append(scores)
         improved = scores[0] < self.best
@@ -51,6 +59,7 @@ class Course:
 
     @property
     def last(self) -> float:
+        """The loss at the last evaluation."""
         return self.scores[-1][0] if self.scores else math.nan
 
 
@@ -68,8 +77,18 @@ def train(
 ) -> list[list[Course]]:
     """Train until each copy's loss reaches `target`, has not improved for `patience` evaluations, or `steps` are done.
 
-    An evaluation every `every` steps; what is still going `margin` seconds before the time is over ends there.
-    Returns a Course per copy of each learner. A copy that is done is no longer scored, though its stack trains on.
+    Args:
+        learners: what to train, side by side.
+        steps: at most.
+        every: steps between two evaluations.
+        target, patience: when a copy is done.
+        device: "cpu" or "cuda".
+        report: report(fraction, text) after every evaluation.
+        seconds_left: until the time is over.
+        margin: what is still going so many seconds before that ends there.
+
+    Returns:
+        A Course per copy of each learner. A copy that is done is no longer scored, though its stack trains on.
     """
     courses = [[Course() for _ in range(learner.copies)] for learner in learners]
     going, replay, evaluate = list(range(len(learners))), None, None
@@ -110,6 +129,7 @@ def train(
 
 
 def _end(courses: list[list[Course]], why: str) -> None:
+    """Say why those that are still going end."""
     for course in (course for copies in courses for course in copies):
         course.ended = course.ended or why
 
@@ -141,6 +161,7 @@ class Together:
             self._record()
 
     def _record(self) -> None:
+        """Record all functions as one graph."""
         while len(self.streams) < len(self.functions):
             self.streams.append(torch.cuda.Stream())
         found = record(self._branches)
@@ -148,6 +169,7 @@ class Together:
             self.graph, self.outputs = found
 
     def _branches(self) -> list[Any]:
+        """Call each function on a stream of its own; the main stream waits for all of them."""
         main, outputs = torch.cuda.current_stream(), []
         for stream, function in zip(self.streams, self.functions, strict=False):
             stream.wait_stream(main)

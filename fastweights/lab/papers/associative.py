@@ -39,10 +39,15 @@ def arms(*, models: tuple[str, ...], hidden: tuple[int, ...], steps: int, seeds:
 
 
 def cost(arm: dict) -> float:
+    """Seconds of an arm on a shared GPU: all take about the same per step."""
     return 240 * arm["steps"] / 40_000
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
+    """Train the copies of one network, and score them every 1,000 steps.
+
+    Rows: per copy and evaluation the error in percent and the loss; per copy the best and last error, and why it ended.
+    """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.letters_and_digits import Learner
 
@@ -68,6 +73,7 @@ def solved(rows: list[Row], model: str, R: int) -> str:
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per model: best and last error by width, the paper's in brackets, and how many runs solved the task."""
     best, last = finals(rows), finals(rows, "last")
     lines = []
     for model in MODELS:
@@ -81,6 +87,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Error while training, a panel per width, and the best error against the width."""
     best = finals(rows)
     sizes = sorted({R for _, R in best})
     note = "Mean and range over seeds. Dashes: the paper's Table 1, as quoted by others. Chance is 90 %."
@@ -113,10 +120,12 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def size(rows: list[Row]) -> str:
+    """Widths and steps, for the scoreboard."""
     return f"R = {', '.join(map(str, sorted({r['R'] for r in rows})))}, {max(r['steps'] for r in rows):,} steps"
 
 
 def _fast_is_best(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether fast weights err less than both others, at the one width of these rows."""
     (R,) = {row["R"] for row in rows}
     best = finals(rows)
     said = [f"{NAMES[m]} {spread(best[m, R])} % ({solved(rows, m, R)} solved)" for m in ("fast", "lstm", "rnn")]
@@ -124,12 +133,14 @@ def _fast_is_best(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _all_solve(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether all three networks solve the task with 100 units."""
     best = finals(rows)
     said = [f"{NAMES[m]} {spread(best[m, 100])} % ({solved(rows, m, 100)} solved)" for m in ("fast", "lstm", "rnn")]
     return held(best[m, 100][0] < SOLVED for m in ("fast", "lstm", "rnn")), ", ".join(said)
 
 
 def _fast_weights_do_it(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether fast weights err less than the same network with their rate at 0, width by width."""
     best = finals(rows)
     pairs = {R: (best["fast", R], best["fast, rate 0", R]) for R in SIZES}
     said = [f"{a[0]:.1f} against {b[0]:.1f} % at R = {R}" for R, (a, b) in pairs.items()]
@@ -137,6 +148,7 @@ def _fast_weights_do_it(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _norm_is_needed(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether fast weights with layer norm err less than without, width by width."""
     best = finals(rows)
     pairs = {R: (best["fast", R], best["fast, no norm", R]) for R in SIZES}
     said = [f"{a[0]:.1f} against {b[0]:.1f} % at R = {R}" for R, (a, b) in pairs.items()]
@@ -144,6 +156,7 @@ def _norm_is_needed(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _said(R: int) -> str:
+    """The paper's errors at a width, as text."""
     return ", ".join(f"{NAMES[m]} {PUBLISHED[m][SIZES.index(R)]:g} %" for m in ("fast", "lstm", "rnn"))
 
 
@@ -189,6 +202,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Errors are percentages; nothing more can be asked of 30 steps."""
     best = {k: v[0] for k, v in finals(rows).items()}
     assert all(0 <= error <= 100 for error in best.values()), best
     return [f"all models train: {', '.join(f'{m} {e:.0f} %' for (m, _), e in best.items())}"]

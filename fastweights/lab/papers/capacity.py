@@ -66,11 +66,15 @@ def arms(*, features: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds:
 
 
 def cost(arm: dict) -> float:
+    """Seconds of an arm on a shared GPU, which grow with the memory: keys times width of the features."""
     width = 2 * int(arm["features"][6:]) if arm["features"].startswith("favor") else _width(arm["features"])
     return 3 + arm["S"] * width / 10_000
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
+    """Train the copies of one model on setting 1 until they reach a loss of 0.001, stop improving, or run out of
+    steps.
+    """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_retrieval import Model, Task
 
@@ -83,10 +87,12 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
 
 def published(features: str, S: int) -> float | None:
+    """The paper's last loss of a feature map at S keys; None where its figure has none."""
     return PUBLISHED[features][S // 20 - 1] if S % 20 == 0 and 20 <= S <= 600 else None
 
 
 def name_of(features: str, form: str) -> str:
+    """How the figure calls a feature map in one of its two forms."""
     return f"{features} scaled" if features.startswith("favor") and form == "stable" else features
 
 
@@ -105,10 +111,12 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def _order(name: str) -> tuple[int, bool]:
+    """Where a name stands in the figure: by feature map, then the scaled form."""
     return FEATURES.index(name.split()[0]), "scaled" in name
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Loss against the number of keys, maps without randomness to the left, FAVOR+ to the right, the paper's dashed."""
     means = mean_over(rows, ("features", "form", "S"), "last")
     title = "Capacity: retrieval loss against the number of keys, sum rule"
     seeds = len({row["copy"] for row in rows})
@@ -139,15 +147,18 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _width(features: str) -> int:
+    """Entries of a feature map for keys of width 64: the capacity that the claim is about."""
     return {"softmax": 64, "elu+1": 64, "dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}[features]
 
 
 def size(rows: list[Row]) -> str:
+    """Numbers of keys and steps, for the scoreboard."""
     keys = [row["S"] for row in rows]
     return f"{min(keys)} to {max(keys)} keys, at most {max(row['steps'] for row in rows):,} steps"
 
 
 def _best(rows: list[Row], value: str = "best") -> dict[tuple, float]:
+    """The mean over seeds of the best (or last) loss, by feature map, form and number of keys."""
     return {key: numbers[0] for key, numbers in mean_over(rows, ("features", "form", "S"), value).items()}
 
 
@@ -157,6 +168,7 @@ def _first_missed(losses: dict[int, float]) -> int | None:
 
 
 def _ends_with_the_features(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether retrieval works up to 3/4 of the features' width and fails from 1.3 times it on, for each map."""
     best, last = _best(rows), _best(rows, "last")
     sizes, conditions = sorted({row["S"] for row in rows}), []
     for features in DETERMINISTIC:
@@ -168,6 +180,7 @@ def _ends_with_the_features(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _order_of_widths(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether a wider map loses less than the next narrower one, at each S from 420 on."""
     best = _best(rows)
     large = sorted({S for _, _, S in best if S >= 420})
     losses = {S: [best[f, "stable", S] for f in DETERMINISTIC] for S in large}
@@ -176,6 +189,7 @@ def _order_of_widths(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _softmax_has_no_limit(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether softmax ends with a small loss at every S."""
     best, last = _best(rows), _best(rows, "last")
     ends = {S: loss for (_, _, S), loss in last.items()}
     worst = max(ends, key=ends.__getitem__)
@@ -184,11 +198,13 @@ def _softmax_has_no_limit(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _favor_fails_early(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether FAVOR+ as published answers nothing at every S from 100 on."""
     lost = {key: loss for key, loss in _best(rows).items() if key[1] == "published" and key[2] >= 100}
     return held(loss > 0.48 for loss in lost.values()), f"at least {min(lost.values()):.2f} at all S >= 100"
 
 
 def _favor_by_logarithms(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether FAVOR+ computed from logarithms answers better than as published, where its features are not full."""
     best, said, conditions = _best(rows), [], []
     for features in RANDOM:
         for S in (S for S in (100, 200) if 2 * int(features[6:]) >= S):
@@ -249,6 +265,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """DPFP-1 learns 20 keys in 100 steps; ELU+1 needs longer; FAVOR+ from logarithms is ahead of the published form."""
     best = _best(rows)
     sizes = sorted({S for _, _, S in best})
     small, large = sizes[0], sizes[-1]

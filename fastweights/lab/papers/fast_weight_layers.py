@@ -66,16 +66,22 @@ def arms(
 
 
 def cost(arm: Arm) -> float:
+    """Seconds of an arm on a shared GPU; dynamic evaluation takes the most."""
     return {"static": 180, "fast": 100, "plain": 50}.get(arm["what"], 5)
 
 
 def data(arm: Arm) -> tuple[str, ...]:
+    """Files of the corpus; the standard library needs none."""
     from fastweights.lab.tasks.corpora import FILES
 
     return FILES.get(arm["corpus"], ())
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train one model, then score the test documents in each of its modes; or, for "cost", time an untrained one.
+
+    Rows: nats per token of each mode, in all and by position, frequency and repetition.
+    """
     import numpy as np
 
     from fastweights.lab.tasks import corpora
@@ -120,6 +126,9 @@ def variants(rows: list[dict]) -> list[dict]:
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per body, mode, window and decay: perplexity, gain over the static model, time and operations per
+    token.
+    """
     whole = [r for r in rows if r["by"] == "all"]
     costs = {(r["body"], r["mode"]): r for r in rows if r["by"] == "cost" and r["corpus"] == rows[0]["corpus"]}
     shown = []
@@ -134,6 +143,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Gain in nats by position, frequency and repetition, a row of panels per body."""
     import numpy as np
 
     from fastweights.lab.tasks.document_losses import BINS
@@ -178,6 +188,7 @@ def _curves(rows: list[Row]) -> list[tuple[str, dict, dict[str, Any]]]:
 
 
 def size(rows: list[Row]) -> str:
+    """Blocks, parameters and tokens, for the scoreboard."""
     some = next((r for r in rows if "parameters" in r), None)
     body = f"{rows[0]['depth']} blocks of width {rows[0]['dim']}"
     return (
@@ -193,6 +204,7 @@ def _published_form(rows: list[Row]) -> dict[str, Any]:
 
 
 def _learning_gains(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the layer, as published, loses less with learning than its slow part alone, with each body."""
     form = _published_form(rows)
     whole, slow = gains(rows, "restart", **form), gains(rows, "slow", **form)
     learned = {body: whole[body, "all", 0][0] - slow[body, "all", 0][0] for body in _bodies(rows)}
@@ -205,6 +217,7 @@ def _learning_gains(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _bodies(rows: list[Row]) -> list[str]:
+    """Names of the bodies, in the order of the rows."""
     return list(dict.fromkeys(r["body"] for r in rows))
 
 
@@ -221,6 +234,7 @@ def _gains_more(by: str, few: int, many: int) -> Judge:
 
 
 def _times_static(rows: list[Row], mode: str) -> dict[tuple[str, str], float]:
+    """Operations per token of a mode over those of static reading, by body and corpus."""
     costs = {(r["body"], r["corpus"], r["mode"]): r["operations"] for r in rows if r["by"] == "cost"}
     return {(b, c): n / costs[b, c, "static"] for (b, c, m), n in costs.items() if m == mode}
 
@@ -237,6 +251,7 @@ def _costs(mode: str, condition: Callable[[float], bool]) -> Judge:
 
 
 def _decay_carries_on(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether a layer with decay 0.999 still gains on tokens beyond the longest windows of training."""
     longest = max(kind["length"] for kind in variants(rows))
     found = gains(rows, "fast", decay=0.999, length=longest)
     beyond = {body: found[body, "position", longest][0] for body in _bodies(rows)}
@@ -288,5 +303,6 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Every loss is finite, in every bin and mode."""
     assert all(math.isfinite(r["nats"]) for r in rows if r["by"] != "cost"), "a loss is not finite"
     return ["static, dynamic and fast scores are finite, in every bin"]

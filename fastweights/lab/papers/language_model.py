@@ -73,6 +73,7 @@ def arms(
     limit: int,
     seeds: int,
 ) -> list[Arm]:
+    """One per seed, context, corpus and model; the models of NO_POSITIONS also without positions."""
     rest = dict(dim=dim, depth=depth, length=length, batch=batch, tokens=int(tokens), lr=lr, limit=limit)
     found = []
     for seed in range(seeds):
@@ -84,10 +85,12 @@ def arms(
 
 
 def cost(arm: Arm) -> float:
+    """Seconds of an arm on a shared GPU, which grow with the tokens read."""
     return 35 * arm["tokens"] / 6e6
 
 
 def data(arm: Arm) -> tuple[str, ...]:
+    """Files of the corpus; the standard library needs none."""
     from fastweights.lab.tasks.corpora import FILES
 
     return FILES.get(arm["corpus"], ())
@@ -110,6 +113,10 @@ def make(arm: dict, vocab: int) -> Any:
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train one model and score it on validation and test text.
+
+    "limited" scores windows read afresh; the other two groups carry the memory from the first token to the last.
+    """
     from fastweights.lab.tasks import corpora
     from fastweights.lab.tasks.language_modelling import carried_numbers, score_carried, score_windows, train
 
@@ -132,6 +139,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per context, corpus and model: perplexity, bits per byte, the paper's perplexity, and the state's size."""
     shown = []
     for (group, corpus, model, positions), own in _groups(rows).items():
         published = PUBLISHED.get((group, model)) if corpus.endswith("words") else None
@@ -153,6 +161,7 @@ def _groups(rows: list[Row]) -> dict[tuple, dict[str, float]]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Bars of perplexity or bits per byte, a panel per context and corpus."""
     import numpy as np
 
     groups = _groups(rows)
@@ -178,18 +187,21 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _label(group: str, model: str, positions: bool, words: bool) -> str:
+    """A model's name in the figure, a star where it has no positions, the paper's number in brackets."""
     published = PUBLISHED.get((group, model)) if words and (positions or group != "limited") else None
     name = model + "*" * (group == "limited" and not positions)
     return name if published is None else f"{name} [{'>' * (published[1] == 260.0)}{published[1]:g}]"
 
 
 def _colour(model: str) -> str:
+    """The colour of a model: that of its kind in all figures."""
     kinds = {"transformer": "softmax", "dpfp-sum": "linear", "hybrid": "gated-delta", "gated-delta": "gated-delta"}
     name = "softmax" if model.startswith("softmax") else kinds.get(model, model)
     return plotting.colour("delta" if name.endswith("-delta") and name not in kinds else name)
 
 
 def size(rows: list[Row]) -> str:
+    """Blocks, parameters and tokens, for the scoreboard."""
     some = rows[0]
     sizes = sorted({round(r["parameters"] / 1e6, 1) for r in rows})
     parameters = " to ".join(f"{s:g}" for s in dict.fromkeys((sizes[0], sizes[-1])))
@@ -225,6 +237,9 @@ def _order(group: str, *pairs: tuple[str, str], positions: bool = True) -> Judge
 
 
 def _closes_the_gap(rows: list[Row]) -> tuple[Verdict, str]:
+    """The share of the gap in log perplexity from sum to softmax that the delta rule closes: over a half on every
+    corpus?
+    """
     found = _test(rows, "limited")
     shares = {}
     for corpus, delta, total in _compared(found, "elu-delta", "linear", True):
@@ -243,6 +258,7 @@ def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether models without positions have the lower perplexity."""
     found = _test(rows, "limited")
     pairs = [(c, m, numbers[0], found[c, m, True][0]) for (c, m, positions), numbers in found.items() if not positions]
     ours = ", ".join(f"{m} {a:.4g} without, {b:.4g} with positions ({c})" for c, m, a, b in pairs)
@@ -250,6 +266,7 @@ def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _said(group: str, *names: str) -> str:
+    """The paper's test perplexities, as text."""
     return ", ".join(f"{n} {'over ' * (PUBLISHED[group, n][1] == 260.0)}{PUBLISHED[group, n][1]:g}" for n in names)
 
 
@@ -325,6 +342,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Perplexities of bytes are below 256, that of guessing."""
     finite = [v["test_perplexity"] for v in _groups(rows).values()]
     assert max(finite) < 256, f"perplexities of bytes are {finite}, worse than guessing"
     return [f"every model learns: perplexities of bytes from {min(finite):.0f} to {max(finite):.0f} after a moment"]

@@ -44,10 +44,16 @@ def arms(*, norms: tuple[str, ...], features: tuple[str, ...], keys: int, steps:
 
 
 def cost(arm: dict) -> float:
+    """Seconds of an arm on a shared GPU."""
     return 15 if arm["task"] == "language" else 8
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
+    """Train a retrieval model with this norm and measure its memory; or a small language model.
+
+    Rows of phase "training" hold the scores while it learns, those of phase "position" what the memory does along
+    sequences eight times as long.
+    """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_retrieval import Task
     from fastweights.lab.tasks.normalisation_probe import SCORES, Probe, language
@@ -79,6 +85,7 @@ def last_loss(rows: list[Row], task: str) -> dict[tuple, float]:
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per norm: losses of retrieval, the memory and its growth at the end, bits per byte of language models."""
     tasks, language = last_loss(rows, "retrieval"), last_loss(rows, "language")
     lines = []
     for norm in NORMS:
@@ -104,6 +111,7 @@ CEILING = 1e6  # what is larger, or not a number, is drawn here
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Six panels: loss, length of what is read, memory, gain and growth of the writes, and the language models."""
     features = sorted({r["features"] for r in rows if r["task"] == "retrieval"})[:1]
     found = [r for r in rows if r["task"] == "retrieval" and r["features"] in features]
     language = [r for r in rows if r["task"] == "language"]
@@ -158,10 +166,12 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _clip(x: Any) -> float:
+    """A number for a logarithmic axis: the ceiling where it is larger or none."""
     return min(CEILING, x) if x is not None and not math.isnan(x) else CEILING
 
 
 def _lines(axes: Any, rows: list[Row], x: str, y: str, label: str, colour: str, dashed: bool = False) -> None:
+    """A curve of y over x, the mean over seeds with their range."""
     means = mean_over([r | {y: _clip(r[y])} for r in rows], (x,), y)
     points = sorted((at, *numbers) for (at,), numbers in means.items())
     if points:
@@ -170,6 +180,7 @@ def _lines(axes: Any, rows: list[Row], x: str, y: str, label: str, colour: str, 
 
 
 def size(rows: list[Row]) -> str:
+    """Keys, blocks and steps, for the scoreboard."""
     some = {row["task"]: row for row in rows}
     said = []
     if "retrieval" in some:
@@ -189,6 +200,7 @@ def growths(rows: list[Row]) -> dict[tuple, float]:
 
 
 def _no_norm_is_no_use(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether, without a norm, language models become NaN and retrieval is no better than answering nothing."""
     losses, words = last_loss(rows, "retrieval"), last_loss(rows, "language")
     said = [f"retrieval with {f} {'NaN' if math.isinf(x) else f'{x:.2f}'}" for (_, f), x in losses.items()]
     diverged = [not math.isfinite(x) for x in words.values()]
@@ -197,6 +209,9 @@ def _no_norm_is_no_use(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _bounded_norms_are_stable(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the writes of bounded norms never grow the memory while those of the others do, and retrieval is
+    learned.
+    """
     losses, grown = last_loss(rows, "retrieval"), growths(rows)
     bounded = [loss for (norm, _), loss in losses.items() if norm in BOUNDED]
     still = max(x for (norm, _), x in grown.items() if norm in BOUNDED)
@@ -213,6 +228,7 @@ def last_window(rows: list[Row], norm: str, positions: bool = False) -> float:
 
 
 def _attention_norm_is_unstable(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether attention norm grows more, retrieves worse and reads on worse than sum norm."""
     grown, losses = growths(rows), last_loss(rows, "retrieval")
     features = sorted({f for _, f in grown})
     pairs = [(grown["sum", f], grown["attention", f]) for f in features]
@@ -227,6 +243,7 @@ def _attention_norm_is_unstable(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _attention_norm_is_no_help(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether sum norm alone has the lower loss than with attention norm, with and without positions."""
     words = last_loss(rows, "language")
     pairs = {p: (words["sum", p], words["sum+attention", p]) for p in (False, True)}
     said = [
@@ -236,6 +253,7 @@ def _attention_norm_is_no_help(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether language models without positions have the lower loss."""
     words = last_loss(rows, "language")
     pairs = {norm: (words[norm, False], words[norm, True]) for norm in ("sum", "sum+attention")}
     said = [f"{a:.3f} without against {b:.3f} with positions ({norm} norm)" for norm, (a, b) in pairs.items()]
@@ -243,6 +261,7 @@ def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _valid(positions: bool, attention: bool) -> float:
+    """The paper's validation perplexity."""
     return PUBLISHED[positions, attention][0]
 
 
@@ -294,6 +313,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Transitions never grow with the bounded norms, however short the training."""
     for (norm, features), highest in growths(rows).items():
         assert norm not in BOUNDED or highest <= 1 + 1e-6, f"{norm}, {features}: transitions grow by {highest:.3g}"
     return ["transitions never grow with the norms sum, l2, hellinger and nlms, beyond the trained length as well"]

@@ -57,10 +57,12 @@ def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: i
 
 
 def cost(arm: dict) -> float:
+    """Seconds of an arm on a shared GPU; the Fast Weight Memory is a loop over tokens."""
     return arm["S"] if arm["model"].endswith("fwm") else 5 + arm["S"] / 10
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
+    """Train the copies of one model on setting 2, scored at L = S and at L = 2 S."""
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_retrieval import Model, Task
 
@@ -78,10 +80,12 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
 
 def _least(numbers: Any) -> float:
+    """The smallest that is a number; NaN where none is."""
     return min((x for x in numbers if not math.isnan(x)), default=math.nan)
 
 
 def published(model: str, S: int) -> float | None:
+    """The paper's best loss of a model at S keys; None where its log has none."""
     return PUBLISHED[model][S // 20 - 1] if model in PUBLISHED and S % 20 == 0 and 20 <= S <= 200 else None
 
 
@@ -104,6 +108,7 @@ LINES = {"sum": "o", "delta": "o", "fwm": "^", "logarithms": "s", "softmax": "D"
 
 
 def _look(model: str) -> tuple[str, str]:
+    """Colour and marker of a model: by feature map, and by rule."""
     features, _, rest = model.partition(" ")
     if rest == "fwm":
         return plotting.colour("fwm" if features == "dpfp-1" else "tanh"), "^"
@@ -113,6 +118,7 @@ def _look(model: str) -> tuple[str, str]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Best loss against the number of keys, scored at L = S to the left and at L = 2 S to the right."""
     note = (f"Best evaluation of each run; mean and range of {len({row['copy'] for row in rows})} seeds. Left: "
             "sequences of S pairs, as the published scores; right: of 2 S, as in training.")  # fmt: skip
     title = "Overwriting: loss when keys are written again, against the number of keys"
@@ -142,15 +148,18 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def size(rows: list[Row]) -> str:
+    """Numbers of keys and steps, for the scoreboard."""
     keys = [row["S"] for row in rows]
     return f"{min(keys)} to {max(keys)} keys, at most {max(row['steps'] for row in rows):,} steps"
 
 
 def _means(rows: list[Row], value: str = "best") -> dict[tuple, float]:
+    """The mean over seeds of a score, by model and number of keys."""
     return {key: numbers[0] for key, numbers in mean_over(rows, ("model", "S"), value).items()}
 
 
 def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the delta rule retrieves within its capacity (DPFP-2) and fails beyond it (ELU+1 from 100 keys on)."""
     best = _means(rows)
     inside = {S: loss for (model, S), loss in best.items() if model == "dpfp-2 delta"}
     beyond = {S: loss for (model, S), loss in best.items() if model == "elu+1 delta" and S >= 100}
@@ -161,6 +170,9 @@ def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the delta rule has the lower loss than the sum rule with DPFP-1, at every S up to 120 and both
+    lengths.
+    """
     at = {value: _means(rows, value) for value in ("best", "best_2S")}
     sizes = sorted({row["S"] for row in rows if row["S"] <= 120})
     pairs = [(scores["dpfp-1 delta", S], scores["dpfp-1 sum", S]) for scores in at.values() for S in sizes]
@@ -170,12 +182,14 @@ def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _memory_is_worse_than_nothing(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the Fast Weight Memory with tanh loses more than 0.5, which answering nothing does."""
     losses = {S: loss for (_, S), loss in _means(rows).items()}
     ours = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
     return held(loss > 0.5 for loss in losses.values()), f"{ours} (answering nothing: 0.5)"
 
 
 def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether FAVOR+ as published becomes NaN in some run, and from logarithms in none."""
     runs = {
         model: [r for r in rows if r["model"] == model] for model in ("favor-64 delta", "favor-64 delta, logarithms")
     }
@@ -186,6 +200,7 @@ def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _said(model: str, *sizes: int) -> str:
+    """The paper's losses of a model, as text."""
     return ", ".join(f"{PUBLISHED[model][S // 20 - 1]:g} at {S} keys" for S in sizes)
 
 
@@ -228,6 +243,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Delta is ahead of sum, and the Fast Weight Memory worse than nothing, after 200 steps already."""
     verdict, ours = _sum_cannot(rows)
     assert verdict == "reproduced", ours
     worst, said = _memory_is_worse_than_nothing([r for r in rows if r["model"] == "tanh fwm"])

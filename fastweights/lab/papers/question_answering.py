@@ -29,15 +29,18 @@ SUM, DELTA = ("linear", "dpfp-sum"), ("elu-delta", "dpfp-delta", "delta", "gated
 def arms(
     *, models: tuple[str, ...], dim: int, depth: int, tokens: int, epochs: int, lr: float, limit: int, seeds: int
 ) -> list[Arm]:
+    """One per seed and model; a model learns all tasks at once."""
     rest = dict(dim=dim, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
     return [dict(model=m, seed=s, **rest) for s in range(seeds) for m in models]
 
 
 def cost(arm: Arm) -> float:
+    """Seconds of an arm on a shared GPU, which grow with the epochs."""
     return 85 * arm["epochs"] / 24
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train one model on the stories of all tasks, and count its wrong answers on the test stories of each."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -71,14 +74,17 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
 
 def data(arm: Arm) -> tuple[str, ...]:
+    """bAbI's files of 1,000 questions per task."""
     return ("babi/en/qa*_train.txt", "babi/en/qa*_test.txt")
 
 
 def _means(rows: list[Row]) -> dict[tuple, float]:
+    """The mean over seeds of the share of wrong answers, by model and task."""
     return {key: m[0] for key, m in mean_over(rows, ("model", "task"), "error").items()}
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per task with the error of each model, and their means."""
     from fastweights.lab.tasks.babi_stories import TASKS
 
     means = _means(rows)
@@ -89,6 +95,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Wrong answers in percent as a grid, models by tasks."""
     import numpy as np
 
     from fastweights.lab.tasks.babi_stories import TASKS
@@ -109,6 +116,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def size(rows: list[Row]) -> str:
+    """Blocks, parameters and epochs, for the scoreboard."""
     some = rows[0]
     parameters = f"{some['parameters'] / 1e6:.1f} M parameters"
     return f"{some['depth']} blocks of width {some['dim']}, {parameters}, {some['epochs']} epochs"
@@ -122,6 +130,7 @@ def _errors(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
 
 
 def _near_softmax(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether every memory errs at most NEAR points more than softmax."""
     error = _errors(rows)
     memories = [m for m in error if m not in ("softmax", "lstm")]
     ours = ", ".join(f"{m} {spread(error[m], '.1f')}" for m in sorted(error, key=lambda m: error[m][0]))
@@ -129,6 +138,7 @@ def _near_softmax(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the delta rule errs less than the sum rule with the same features."""
     error = _errors(rows)
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum")]
     ours = "; ".join(f"{a} {spread(error[a], '.1f')} against {b} {spread(error[b], '.1f')}" for a, b in pairs)
@@ -136,6 +146,7 @@ def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _delta_beats_softmax(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether every memory with the delta rule errs less than softmax."""
     error = _errors(rows)
     ours = ", ".join(f"{m} {error[m][0]:.1f}" for m in (*DELTA, "softmax"))
     return less((error[m][0], error["softmax"][0]) for m in DELTA), f"mean error in %: {ours}"
@@ -172,6 +183,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Every model answers better than guessing one of six places."""
     worst = max(v[0] for v in mean_over(rows, ("model",), "error").values())
     assert worst < 0.83, f"wrong answers {worst:.2f}, no better than guessing one of six places"
     return [f"every model answers better than chance: at most {worst:.2f} wrong of 0.83"]

@@ -41,16 +41,22 @@ def arms(
     rates: tuple[float, ...],
     seeds: int,
 ) -> list[Arm]:
+    """One per seed, learning rate, width and model."""
     rest = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps)
     return [dict(model=m, width=w, seed=s, **rest, lr=lr) for s in range(seeds) for lr in rates for w in widths
             for m in models]  # fmt: skip
 
 
 def cost(arm: Arm) -> float:
+    """Seconds of an arm on a shared GPU, which grow with the steps."""
     return 12 * arm["steps"] / 1000
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train one model on fresh sequences of all numbers of pairs, and test it on each number.
+
+    `valid` chooses the learning rate; `accuracy` is on other sequences, and is what is reported.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -94,6 +100,7 @@ def suited(rows: list[Row]) -> list[Row]:
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per width and model: the learning rate that suits it, and the share recalled by number of pairs."""
     rates, means = best_rates(rows), mean_over(suited(rows), ("width", "model", "tested"), "accuracy")
     shown: dict[tuple, dict[str, Any]] = {}
     for (width, model, tested), (mean, _, _) in sorted(means.items(), key=lambda m: m[0][:1]):
@@ -103,6 +110,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Share recalled against the number of pairs, a panel per width."""
     rows = suited(rows)
     widths, tested = (sorted({r[c] for r in rows}) for c in ("width", "tested"))
     found = {r["model"] for r in rows}
@@ -129,6 +137,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def size(rows: list[Row]) -> str:
+    """Widths, pairs and steps, for the scoreboard."""
     widths = ", ".join(map(str, sorted({r["width"] for r in rows})))
     return f"widths {widths}; {rows[0]['pairs']} pairs, {rows[0]['steps']:,} steps"
 
@@ -139,6 +148,7 @@ def _recalled(rows: list[Row]) -> dict[tuple, float]:
 
 
 def _attention_recalls_all(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether attention recalls over 0.9 of the largest number of pairs at every width."""
     most = max(r["tested"] for r in rows)
     found = mean_over([r for r in suited(rows) if r["tested"] == most], ("width",), "accuracy")
     ours = ", ".join(
@@ -148,6 +158,7 @@ def _attention_recalls_all(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether each memory recalls more at the largest width than at the smallest."""
     share = _recalled(rows)
     widths = sorted({w for w, _ in share})
     named = [m for m in (*DELTA, *SUM) if (widths[0], m) in share]
@@ -157,6 +168,7 @@ def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether delta recalls more than sum, for three pairs of models with like features, at every width."""
     share = _recalled(rows)
     widths = sorted({w for w, _ in share})
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")]
@@ -194,6 +206,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Every model recalls more than twice what chance would."""
     means = mean_over(suited(rows), ("width", "model", "tested"), "accuracy")
     chance = 2 / rows[0]["vocab"]
     worst = min(m[0] for m in means.values())

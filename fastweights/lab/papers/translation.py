@@ -39,15 +39,18 @@ def arms(
     limit: int,
     seeds: int,
 ) -> list[Arm]:
+    """One per seed and kind of attention."""
     rest = dict(dim=dim, heads=heads, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
     return [dict(kind=k, seed=s, **rest) for s in range(seeds) for k in kinds]
 
 
 def cost(arm: Arm) -> float:
+    """Seconds of an arm on a shared GPU, which grow with the epochs."""
     return 95 * arm["epochs"] / 16
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train one translator and score its greedy translations of validation and test sentences."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -89,11 +92,15 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
 
 def data(arm: Arm) -> tuple[str, ...]:
+    """The six files of Multi30k."""
     return tuple(f"multi30k/{split}.{language}" for split in ("train", "val", "test_2016_flickr")
                  for language in ("en", "de"))  # fmt: skip
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per kind of attention: features, BLEU on validation and test with its range over seeds, and the
+    paper's.
+    """
     means = {c: mean_over(rows, ("kind",), c) for c in ("valid_bleu", "test_bleu", "seconds")}
     width = {r["kind"]: r.get("features") for r in rows}
     return [dict(attention=k, features=width[k], valid=means["valid_bleu"][k,][0], test=means["test_bleu"][k,][0],
@@ -102,6 +109,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Bars of test BLEU, the paper's in brackets."""
     shown = table(rows)
     note = "[as published: WMT14, a far larger task, so compare the order and not the height]"
     with plotting.figure(path, size=(7.2, 0.9 + 0.5 * len(shown)), title="Translation, BLEU by kind of attention",
@@ -114,20 +122,24 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _label(row: Row) -> str:
+    """A kind of attention in the figure, with its features and the paper's BLEU."""
     features = f", {row['features']} features" if row["features"] else ""
     return row["attention"] + features + (f" [{row['paper_test']}]" if row["paper_test"] else "")
 
 
 def size(rows: list[Row]) -> str:
+    """Layers, corpus and epochs, for the scoreboard."""
     some = rows[0]
     return f"{some['depth']} + {some['depth']} layers of width {some['dim']}, {some['read']}, {some['epochs']} epochs"
 
 
 def _bleu(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
+    """Test BLEU by kind: mean, lowest and highest over seeds."""
     return {kind: numbers for (kind,), numbers in mean_over(rows, ("kind",), "test_bleu").items()}
 
 
 def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether every map without randomness is within WITHIN points of softmax."""
     score = _bleu(rows)
     near = {k: score["softmax"][0] - v[0] for k, v in score.items() if k != "softmax"}
     ours = ", ".join(f"{k} {spread(score[k], '.1f')}" for k in score)
@@ -135,6 +147,7 @@ def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _favor_needs_more(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether FAVOR+ is behind maps with fewer features, and gains by more."""
     score = _bleu(rows)
     pairs = [("favor-32", "elu+1"), ("favor-32", "favor-128"), ("favor-128", "dpfp-2")]
     ours = ", ".join(f"{k} {spread(v, '.1f')}" for k, v in score.items())
@@ -142,6 +155,7 @@ def _favor_needs_more(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether softmax is ahead of every feature map."""
     score = _bleu(rows)
     best = max((k for k in score if k != "softmax"), key=lambda k: score[k][0])
     others = [v[0] for k, v in score.items() if k != "softmax"]
@@ -151,6 +165,7 @@ def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _said(*kinds: str) -> str:
+    """The paper's BLEU of some kinds, as text."""
     return ", ".join(f"{k} {PUBLISHED[k]}" for k in kinds)
 
 
@@ -184,6 +199,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Made-up sentences of six words are learned: a BLEU above 5."""
     score = {r["attention"]: r["test"] for r in table(rows)}
     said = ", ".join(f"{k} {v:.1f}" for k, v in score.items())
     assert min(score.values()) > 5, f"BLEU {said}: sentences of six words were not learned"

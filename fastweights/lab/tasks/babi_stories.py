@@ -29,6 +29,14 @@ PEOPLE, THINGS = ("mary", "john", "daniel", "sandra"), ("apple", "football", "mi
 
 @dataclass(frozen=True)
 class Story:
+    """One story: the task that it is of, its words, and where an answer is wanted.
+
+    Attributes:
+        task: from 1.
+        words: of the story and of its questions.
+        answers: (index of the question mark, answer).
+    """
+
     task: int  # from 1
     words: tuple[str, ...]
     answers: tuple[tuple[int, str], ...]  # (index of the question mark, answer)
@@ -36,7 +44,14 @@ class Story:
 
 @dataclass(frozen=True)
 class Stories:
-    """train and test, and the numbers of words and of answers; 0 is padding."""
+    """Stories to train and test on, and their vocabularies.
+
+    Attributes:
+        name: of the source.
+        train, test: stories.
+        words: number of each word, from 1; 0 is padding.
+        answers: number of each answer, from 0.
+    """
 
     name: str
     train: list[Story]
@@ -62,12 +77,14 @@ def made_up(limit: int = 0) -> Stories:
 
 
 def _stories(name: str, train: list[Story], test: list[Story]) -> Stories:
+    """Number the words and answers of stories."""
     words = sorted({w for s in train + test for w in s.words})
     answers = sorted({a for s in train + test for _, a in s.answers})
     return Stories(name, train, test, {w: i + 1 for i, w in enumerate(words)}, {a: i for i, a in enumerate(answers)})
 
 
 def _read(folder: Path, task: int, split: str) -> list[Story]:
+    """The stories in the file of a task: a line numbered 1 starts one, a tab comes before an answer."""
     path = next(folder.glob(f"qa{task}_*_{split}.txt"))
     found: list[Story] = []
     words: list[str] = []
@@ -112,10 +129,16 @@ def _made_up(rng: random.Random, task: int) -> Story:
 
 
 def batches(stories: list[Story], found: Stories, tokens: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Arrays (words, labels, tasks) of stories of like length, padded to one of few lengths, `tokens` in each batch.
+    """Arrays (words, labels, tasks) of stories of like length, padded to one of few lengths.
 
-    labels (B, T): the answer at question marks, -1 elsewhere.  tasks (B,).  The last batch of a length is filled up
-    with empty rows of task 0.
+    Args:
+        stories: to put into batches.
+        found: whose numbers of words and answers to use.
+        tokens: words of a batch, padding included.
+
+    Returns:
+        words (B, T); labels (B, T), the answer at question marks, -1 elsewhere; tasks (B,). The last batch of a length
+        is filled up with empty rows of task 0.
     """
     groups: dict[int, list[Story]] = {}
     for s in stories:
@@ -137,7 +160,10 @@ def batches(stories: list[Story], found: Stories, tokens: int) -> list[tuple[np.
 
 @torch.no_grad()
 def wrong_answers(model: Any, answers: Any, found: Stories, tokens: int, device: str) -> dict[int, float]:
-    """Share of wrong answers on the test stories of each task."""
+    """Share of wrong answers on the test stories of each task.
+
+    answers(words) gives the logits (B, T, answers) of the model.
+    """
     model.eval()
     wrong, asked = np.zeros(21), np.zeros(21)
     for words, labels, tasks in batches(found.test, found, tokens):

@@ -26,7 +26,16 @@ TITLE = re.compile(r"^ = [^=].*[^=] = $", re.M)  # of an article of WikiText
 
 @dataclass(frozen=True)
 class Text:
-    """One corpus: a stream of tokens per split, where its documents begin, and bytes per token of the test stream."""
+    """One corpus as streams of tokens.
+
+    Attributes:
+        name: of NAMES.
+        vocab: number of different tokens.
+        train, valid, test: (tokens,) each, documents laid end to end.
+        starts: of documents, in each stream.
+        bytes_per_token: of the test stream, to turn nats per token into bits per byte.
+        by_words: whether a token is a word rather than a byte.
+    """
 
     name: str
     vocab: int
@@ -78,6 +87,7 @@ def _types(documents: list[str], least: int) -> dict[str, int]:
 
 
 def _wikitext(folder: Path) -> dict[str, list[str]]:
+    """The articles of each split, cut at their titles."""
     found = {}
     for split in SPLITS:
         text = (folder / f"wiki.{split}.tokens").read_text(encoding="utf-8")
@@ -87,6 +97,7 @@ def _wikitext(folder: Path) -> dict[str, list[str]]:
 
 
 def _enwik8(folder: Path) -> dict[str, list[str]]:
+    """The first megabytes, cut into three splits of one document each."""
     path = next((p for p in (folder / "enwik8.xz", folder / "enwik8") if p.exists()), None)
     if path is None:
         raise FastWeightError(f"data is {folder}; expected enwik8 or enwik8.xz there: no other form is read")

@@ -29,7 +29,15 @@ def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: cor
           window: int = READ) -> list:  # fmt: skip
     """Nats of each token but the first of each document, memory carried from its first token.
 
-    "restart": what the layer has learned is dropped after every `window` tokens; the body's memory is not.
+    Args:
+        model: with a Fast Weight Layer.
+        docs: (tokens,) each.
+        mode: "static", nothing is learned; "fast", the layer learns; "restart", what it has learned is dropped after
+            every `window` tokens, while the body's memory is not; "slow", as "static"; "dynamic", all weights learn.
+        device: "cpu" or "cuda".
+        found: the corpus, whose training text says how large gradients are.
+        lr: of dynamic evaluation.
+        window: of "restart".
     """
     model.eval()
     rows = [torch.from_numpy(d)[None].to(device) for d in docs]
@@ -45,6 +53,7 @@ def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: cor
 
 
 def _carried(model: Any, row: torch.Tensor, mode: str, window: int) -> np.ndarray:
+    """Losses of one document (1, T), read in pieces with its memory carried."""
     losses: list[torch.Tensor] = []
     state = model.init_state(1)
     piece = min(READ, window)
@@ -58,7 +67,12 @@ def _carried(model: Any, row: torch.Tensor, mode: str, window: int) -> np.ndarra
 
 
 def summary(docs: list[np.ndarray], losses: list[np.ndarray], counts: np.ndarray) -> list[dict]:
-    """Tokens and nats in all, and by position, by frequency in training and by repetition in the document."""
+    """Rows of tokens and nats: of all, by position, by frequency in training and by repetition in the document.
+
+    Args:
+        docs, losses: as given to and returned by `score`.
+        counts: (vocab,) how often each token is in the training text.
+    """
     labels = np.concatenate([d[1:] for d in docs])
     values = dict(
         position=np.concatenate([np.arange(1, len(d)) for d in docs]),

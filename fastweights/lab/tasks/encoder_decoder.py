@@ -67,6 +67,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, source: Tensor | None = None) -> Tensor:
+        """x (B, T, D) -> (B, T, D); mask (B, S) says where the source has a word."""
         decoder = self.cross is not None
         x = x + self.dropout(self.own(self.norms[0](x), mask=None if decoder else mask, causal=decoder))
         if self.cross is not None:
@@ -88,6 +89,7 @@ class Translator(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of the source (B, S, D), and where it has a word (B, S)."""
         mask = source != PAD
         x = self.dropout(self._embed(self.source, source))
         for layer in self.encoder:
@@ -95,15 +97,18 @@ class Translator(nn.Module):
         return self.norms[0](x), mask
 
     def decode(self, target: Tensor, encoded: Tensor, mask: Tensor) -> Tensor:
+        """Logits (B, T, V) of the word after each of the target's, given the encoded source."""
         x = self.dropout(self._embed(self.target, target))
         for layer in self.decoder:
             x = layer(x, mask, encoded)
         return self.norms[1](x) @ self.target.weight.mT
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Logits (B, T, V) of the word after each of the target's."""
         return self.decode(target, *self.encode(source))
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+        """Embeddings of tokens plus sinusoids of their positions."""
         D = embedding.embedding_dim
         rates = torch.exp(torch.arange(0, D, 2, device=tokens.device) * (-math.log(10_000.0) / D))
         angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * rates

@@ -31,13 +31,19 @@ QUERIES = 200  # at most, per sequence that is scored
 
 @dataclass(frozen=True)
 class Task:
-    """keys: S;  replace: setting 2."""
+    """The task at one size.
+
+    Attributes:
+        keys: S, of keys and of values.
+        replace: whether pairs are drawn with replacement (setting 2), so that keys are overwritten.
+    """
 
     keys: int
     replace: bool
 
     @property
     def length(self) -> int:
+        """L, pairs of a sequence in training: S, or 2 S where keys are overwritten."""
         return self.keys * (1 + self.replace)
 
     def sequences(self, B: int, L: int, A: int, device: str) -> tuple[Tensor, Tensor]:
@@ -75,9 +81,20 @@ def effective(
     projection: Tensor | None = None,
     z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys (B, L, A, K) and rates (B, L, A) of the plain delta rule that writes the same, and z (B, A, K) after.
+    """Keys and rates of the plain delta rule that writes the same as a norm of the layer.
 
-    They are what `FastWeightAttention` gives to `fast_weight`; z: the attention norm's sum of keys to start from.
+    They are what `FastWeightAttention` gives to `fast_weight`.
+
+    Args:
+        norm: of the layer.
+        features: map of the keys.
+        raw: (B, L, A, D) keys before it.
+        beta: (B, L, A) rates.
+        projection: FAVOR+'s directions.
+        z: (B, A, K), the attention norm's sum of keys to start from.
+
+    Returns:
+        Keys (B, L, A, K), rates (B, L, A), and z after the last pair.
     """
     of_features: Any = NORMS[norm][0]
     k = feature_map(raw, features, norm=of_features, projection=projection)
@@ -94,9 +111,15 @@ def effective(
 class Model:
     """A copies of a model that writes pairs into a memory and reads it with a key, and their optimiser.
 
-    features: of the library, "softmax" (no memory: attention over all pairs) or "tanh".
-    rule: "sum", "delta" or "fwm" (Schlag 2021, ICLR: delta, the memory scaled back to norm 1, layer norm after).
-    norm: of `FastWeightAttention`.  form: "published" for FAVOR+ without scaling, its sum against an epsilon.
+    Args:
+        task: what is asked.
+        features: of the library, "softmax" (no memory: attention over all pairs) or "tanh".
+        rule: "sum", "delta" or "fwm" (Schlag 2021, ICLR: delta, the memory scaled back to norm 1, layer norm after).
+        norm: of `FastWeightAttention`.
+        form: "published" for FAVOR+ without scaling, its sum against an epsilon.
+        copies, batch: A models, and B sequences per step of each.
+        lr: of Adam.
+        device: "cpu" or "cuda".
     """
 
     def __init__(self, task: Task, features: str, rule: str = "sum", norm: str = "attention", *, form: str = "stable",
@@ -147,9 +170,11 @@ class Model:
         return self.pick(by_key, keys) + self.pick(self.key_of_value, values)
 
     def raw_queries(self, keys: Tensor) -> Tensor:
+        """Of embedded keys (..., A), through another linear map: (..., A, D)."""
         return self.pick(torch.baddbmm(self.query_bias[:, None], self.embedding, self.query), keys)
 
     def rates(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Write rates (B, L, A) in (0, 1), from value and embedded key; None for the sum rule."""
         if self.rule == "sum":
             return None
         by_key = torch.baddbmm(self.beta_bias[:, None], self.embedding, self.beta_of_key)
@@ -227,6 +252,7 @@ class Model:
         return y if z is None else self._divide(y, torch.einsum("bnak,bak->bna", q, z)[..., None])
 
     def _divide(self, y: Tensor, total: Tensor) -> Tensor:
+        """Answers over the weights that they sum, as published with an epsilon, or guarded against 0 alone."""
         if self.form == "published" or self.rule == "delta":
             return y / (total + EPS)
         return y / total.clamp(min=1e-30)
@@ -281,6 +307,7 @@ class Model:
         return 0.5 * (y - self.eye[target]).square().sum(-1).mean(0)
 
     def step(self) -> None:
+        """One step of Adam on fresh sequences."""
         keys, values = self.task.sequences(self.batch, self.task.length, self.copies, self.device)
         descend(self.loss(keys, values, *self.task.question(keys, values)).sum(), self.optimizer)
 
@@ -305,6 +332,6 @@ class Model:
 
 @functools.cache
 def rotations() -> Tensor:
-    """(BANK, D, D)."""
+    """(BANK, D, D) random rotations, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return torch.linalg.qr(torch.randn(BANK, D, D, generator=generator, dtype=torch.float64))[0].float()

@@ -23,7 +23,17 @@ def train(
     device: str,
     report: Callable[[float, str], None],
 ) -> None:
-    """`count` steps on the training stream: contiguous rows whose memory is carried, or windows at random places."""
+    """`count` steps on the training stream.
+
+    Args:
+        model: to train.
+        found: the corpus.
+        arm: has batch, length, lr and seed.
+        carried: rows are contiguous and their memory goes on from step to step; otherwise windows at random places.
+        count: steps.
+        device: "cpu" or "cuda".
+        report: hears how far it is.
+    """
     batch, length = arm["batch"], arm["length"]
     stream = torch.from_numpy(found.train).to(device)
     places = torch.Generator().manual_seed(arm["seed"])
@@ -62,12 +72,14 @@ class Carried:
         return State(map_tensors(lambda x: x * keep.to(x.dtype), self.state), None)
 
     def write(self, state: State) -> None:
+        """Copy a state to where the next step will find it."""
         pairs = list(zip(_tensors(self.state), _tensors(state.blocks), strict=True))
         for old, x in pairs:
             old.copy_(x.detach())
 
 
 def _tensors(state: Any) -> list[Tensor]:
+    """Every tensor of a state, in a fixed order."""
     found: list[Tensor] = []
     map_tensors(lambda x: found.append(x), state)
     return found

@@ -20,6 +20,7 @@ RATES = (3e-5, 1e-4, 3e-4)  # of dynamic evaluation
 
 
 def make(arm: dict, vocab: int) -> Any:
+    """The model of an arm: its body, and a Fast Weight Layer with the arm's decay."""
     model = models.build([arm["body"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4,
                          window=256 if arm["body"] == "softmax" else 0, head="fwl",
                          fast_hidden=2 * arm["dim"] - 16, dropout=0.1 if vocab > 256 else 0.0)  # fmt: skip
@@ -30,7 +31,10 @@ def make(arm: dict, vocab: int) -> Any:
 
 
 def train(model: Any, found: Text, arm: Arm, device: str, report: Callable[[float, str], None]) -> None:
-    """Windows at random places, each read afresh: what is learned from a window is learned within it."""
+    """Windows at random places, each read afresh: what is learned from a window is learned within it.
+
+    Half of what is trained is the loss of the layer before it learned anything, as in the application.
+    """
     batch, length, learn = arm["batch"], arm["length"], arm["what"] == "fast"
     stream = torch.from_numpy(found.train).to(device)
     places = torch.Generator().manual_seed(arm["seed"])
@@ -65,7 +69,10 @@ def choose_rate(model: Any, found: Text, arm: Arm, device: str, report: Callable
 
 
 def measure_cost(model: Any, arm: Arm, found: Text, device: str, report: Callable[[float, str], None]) -> list[Row]:
-    """Time and operations per token read in each mode by an untrained model, whose numbers do not matter."""
+    """Time and operations per token read in each mode by an untrained model, whose numbers do not matter.
+
+    Operations are counted from sizes: two for each weight that a token meets, and more where gradients are taken.
+    """
     stream = np.resize(found.test, min(16 * READ, 8 * arm["scored"]))
     body = sum(p.numel() for b in model.blocks for p in b.parameters() if p.dim() >= 2)
     block = 2 * arm["dim"] * model.fast.config.hidden_width

@@ -44,6 +44,7 @@ class LSTM(nn.Module):
         self.cell = nn.LSTMCell(inputs, R)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Hidden vectors (B, T, R) for x (B, T, inputs), and no state."""
         drive = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
         h = c = torch.zeros_like(drive[:, 0, : self.cell.hidden_size])
         past = []
@@ -69,6 +70,7 @@ class Network(nn.Module):
         self.body = body
 
     def forward(self, symbols: Tensor) -> Tensor:
+        """Logits (B, digits) after the last symbol of (B, T)."""
         return self.out(self.body(F.relu(self.embedding(symbols)))[0][:, -1])
 
 
@@ -90,6 +92,7 @@ class Learner:
         return vmap(lambda weights, x: functional_call(self.network, weights, (x,)))(self.weights, symbols)
 
     def step(self) -> None:
+        """One step of Adam on fresh sequences, for all copies at once."""
         symbols, digits = sequences(self.copies, self.batch, self.device)
         loss = F.cross_entropy(self(symbols).flatten(0, 1), digits.flatten()) * self.copies
         descend(loss, self.optimizer)

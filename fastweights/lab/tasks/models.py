@@ -44,6 +44,7 @@ class Attention(nn.Module):
         self.conv = nn.Parameter(torch.empty(conv, 3 * dim).uniform_(-1, 1) / conv**0.5) if conv else None
 
     def forward(self, x: Tensor, state: Any = None, pieces: Any = None, mask: Any = None) -> tuple[Tensor, None]:
+        """y (B, T, D) for x (B, T, D), all of which it sees; there is no state to carry."""
         B, T, D = x.shape
         y = self.in_proj(x)
         if self.conv is not None:
@@ -57,6 +58,7 @@ class Attention(nn.Module):
         return self.out_proj(o.transpose(1, 2).reshape(B, T, D)), None
 
     def init_state(self, batch: int) -> None:
+        """None: nothing is carried."""
         return None
 
 
@@ -64,6 +66,7 @@ class Positioned(nn.Embedding):
     """Token embeddings plus sinusoids of the position in the segment."""
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Embeddings (B, T, D) of tokens (B, T), positions counted from the start of the segment."""
         T, D = tokens.shape[1], self.embedding_dim
         rates = torch.exp(torch.arange(0, D, 2, device=tokens.device) * (-math.log(10_000.0) / D))
         angles = torch.arange(T, device=tokens.device)[:, None] * rates
@@ -72,9 +75,14 @@ class Positioned(nn.Embedding):
 
 def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, features: str = "",
           norm: str = "") -> nn.Module:  # fmt: skip
-    """A mixer of NAMES.  window: tokens that softmax carries from segment to segment, as Transformer-XL does; 0: none.
+    """A mixer by name.
 
-    features, norm: instead of those of the preset.
+    Args:
+        name: of NAMES.
+        dim, heads: width and heads.
+        conv: width of a causal convolution before the memory; 0 for none.
+        window: tokens that softmax carries from segment to segment, as Transformer-XL does; 0: none.
+        features, norm: instead of those of the preset.
     """
     if name == "softmax":
         return SoftmaxMixer(dim, heads, window) if window else Attention(dim, heads, conv)
@@ -95,6 +103,14 @@ def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, 
     """The application's model with these mixers, one per block, all of about the same number of parameters.
 
     A mixer that has more than softmax attention's pays with a narrower feed-forward.
+
+    Args:
+        names: a mixer per block.
+        vocab: number of tokens.
+        dim, heads, conv, window, features, norm: of the mixers.
+        dropout: in training.
+        positions: add sinusoids to the embeddings.
+        head, fast_hidden, refresh: "linear", or "fwl" with its hidden width and tokens between updates.
     """
     mixers = [mixer(n, dim, heads, conv=conv, window=window, features=features, norm=norm) for n in names]
     extra = [sum(p.numel() for p in m.parameters()) - 4 * dim * dim for m in mixers]

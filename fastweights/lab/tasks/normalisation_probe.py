@@ -83,7 +83,16 @@ class Probe(Model):
 
 
 def language(arm: dict, *, device: str, report: Any) -> list[dict]:
-    """A small language model with this norm: loss while training, then its memory by position."""
+    """A small language model with this norm: loss while training, then its memory by position.
+
+    Args:
+        arm: has norm, positions, sizes and steps.
+        device: "cpu" or "cuda".
+        report: hears how far it is.
+
+    Returns:
+        Rows of phase "training" (step, loss in bits per byte) and "position" (loss and memory of each window read on).
+    """
     from fastweights.lab.engine.captured_steps import Steps, autocast, rate
     from fastweights.lab.tasks import corpora, models
     from fastweights.models.language_model import State

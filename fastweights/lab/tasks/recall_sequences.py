@@ -44,6 +44,7 @@ def answers(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generator, device: str) -> float:
+    """Share of keys whose value is the likeliest token, in sequences of n pairs."""
     model.eval()
     right = asked = 0.0
     for _ in range(max(1, TESTED // 256)):

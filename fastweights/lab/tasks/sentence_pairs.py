@@ -18,7 +18,13 @@ LENGTHS = (16, 24, 32, 48)  # sentences are padded to one of these
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentences as words, by split, and the numbers of words of both languages."""
+    """Sentences as words, by split, and the numbers of words of both languages.
+
+    Attributes:
+        name: of the source.
+        splits: "train", "valid" and "test", lists of (English words, German words).
+        source, target: number of each word; PAD, START, END and UNKNOWN come first.
+    """
 
     name: str
     splits: dict[str, list[tuple[list[str], list[str]]]]
@@ -45,16 +51,19 @@ def made_up(limit: int = 0) -> Pairs:
 
 
 def _pairs(name: str, splits: dict[str, list[tuple[list[str], list[str]]]]) -> Pairs:
+    """Leave out training sentences that are too long, and number the words of the rest."""
     splits["train"] = [(a, b) for a, b in splits["train"] if max(len(a), len(b)) < LENGTHS[-1] - 1]
     source, target = (_numbers(pair[i] for pair in splits["train"]) for i in (0, 1))
     return Pairs(name, splits, source, target)
 
 
 def _read(path: Path) -> list[list[str]]:
+    """The lines of a file as words."""
     return [line.split() for line in path.read_text("utf-8").splitlines()]
 
 
 def _made_up(rng: random.Random) -> tuple[list[str], list[str]]:
+    """An English sentence of six words and its translation."""
     noun = lambda: rng.randrange(6)  # noqa: E731
     a, verb, b, adjective = noun(), rng.randrange(4), noun(), rng.randrange(3)
     return (["the", f"noun{a}", f"verb{verb}", "a", f"adjective{adjective}", f"noun{b}"],
