@@ -16,17 +16,20 @@ from fastweights.features import favor_projection
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
+from fastweights.torch.attributions import Attribution, attribution
 from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.feature_cache import FeatureCache, FeatureCacheState
 from fastweights.torch.fwl import FWLBlock, make_labels
 from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.torch.ops import fast_weight, feature_map
+from fastweights.torch.probes import LayerRecord, MemoryRecord, Probe, probe
 from fastweights.torch.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [
     "PRESETS",
     "AttentionState",
+    "Attribution",
     "CacheState",
     "DynamicEvaluation",
     "FWLBlock",
@@ -39,13 +42,18 @@ __all__ = [
     "FeatureCache",
     "FeatureCacheState",
     "GradientStatistics",
+    "LayerRecord",
+    "MemoryRecord",
     "NeuralCache",
+    "Probe",
     "RNNState",
     "RefreshState",
+    "attribution",
     "export_parameters",
     "fast_weight",
     "favor_projection",
     "feature_map",
     "import_parameters",
     "make_labels",
+    "probe",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl import FWLConfig
-from fastweights.torch import cross_entropy, graphs
+from fastweights.torch import cross_entropy, graphs, watching
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
@@ -67,7 +67,11 @@ def read(
                 if config.decay is not None:
                     for w, t in zip(W, trained, strict=True):
                         w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**C)
+                before = [w.clone() for w in W] if watching.steps else []
                 _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
+                if before:
+                    square = [(w - b).square().flatten(1).sum(1) for w, b in zip(W, before, strict=True)]
+                    watching.steps[-1].append(torch.stack(square).sum(0).sqrt())
             elif score:
                 loss, _ = _score(n, words, c, labels[part], gradient=False)
             outputs.append((n, loss))
@@ -98,7 +102,8 @@ def losses(
             return torch.cat([loss for _, loss in outputs if loss is not None], 1), *after
 
         key = "held", config, weights, len(here)
-        loss, *learned = graphs.call(key, group, (*learned, *part, words, c))
+        given = (*learned, *part, words, c)
+        loss, *learned = group(*given) if watching.steps else graphs.call(key, group, given)
         parts.append(loss)
     rest, learned = read(config, p, learned, tokens, calls[len(closed) :], words, c, score=True)
     parts += [loss for _, loss in rest if loss is not None]

@@ -15,6 +15,7 @@ from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import map_plainly, needs_gradient, state_shape
 from fastweights.torch.tracing import is_transformed, is_watched
+from fastweights.torch.watching import watchers
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -124,6 +125,9 @@ def fast_weight(
         inputs = inputs._replace(q=feature_map(q, features, norm=norm), k=feature_map(k, features, norm=norm))
         if erase is not None:
             inputs = inputs._replace(erase=feature_map(erase, features, norm=norm))
+    if watchers and not is_watched():
+        for watch in watchers:
+            watch(inputs, call.asked.without_maps() if call.maps_first else call.asked)
     if writes > 1:
         inputs, _ = expand_writes(inputs, call.asked, torch)
     if mask is not None:

@@ -1,0 +1,141 @@
+"""Pictures of what a probe recorded, with Matplotlib or Plotly, from the same numbers."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastweights.core import FastWeightError
+
+CURVES = {  # kind -> (measurement, what the axis says)
+    "norms": ("norm", "norm of the memory"),
+    "ranks": ("rank", "effective rank of the memory"),
+    "capacity": ("capacity", "share of directions in use"),
+    "interference": ("interference", "change of earlier associations"),
+    "half-lives": ("half_life", "half-life of a write by decay (tokens)"),
+}
+MAPS = {
+    "beta": "write rate",
+    "decay": "share kept per token",
+    "retrieved": "size of what the key retrieved",
+    "error": "distance of value and retrieved",
+    "cosine": "cosine of value and retrieved",
+    "written": "size of the write",
+}
+LAYERS = {"losses": "loss (nats per token, mean of 64)", "steps": "norm of a step"}
+KINDS = (*CURVES, *MAPS, *LAYERS)
+BACKENDS = ("matplotlib", "plotly")
+SMOOTH = 64  # tokens that a curve of losses is averaged over
+
+
+class Curve(NamedTuple):
+    """A line of a picture: its name, positions in tokens and values, (n,) each."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Map(NamedTuple):
+    """A map of rows (layers and heads) over positions in the text: values (rows, columns)."""
+
+    rows: list[str]
+    x: np.ndarray
+    values: np.ndarray
+
+
+def curves(probe: Any, kind: str) -> list[Curve]:
+    """The lines of a picture, one per memory and head, or two per Fast Weight Layer; means over the batch."""
+    if kind in CURVES:
+        name = CURVES[kind][0]
+        found = [(r, np.nanmean(getattr(r, name), 0) if len(r.calls) and getattr(r, name).shape[0] > 1
+                  else getattr(r, name)[0]) for r in probe.memories]  # fmt: skip
+        return [Curve(f"{r.name} head {h}", r.at, y[:, h]) for r, y in found for h in range(y.shape[1])]
+    lines = []
+    for r in probe.layers:
+        if kind == "steps":
+            lines.append(Curve(r.name, r.at, r.step.mean(0)))
+            continue
+        for label, loss in (("trained weights", r.slow_loss), ("as it learns", r.loss)):
+            x, y = _means(loss.mean(0), max(1, loss.shape[1] // SMOOTH))
+            lines.append(Curve(f"{r.name}, {label}", x, y))
+    return lines
+
+
+def map_of(probe: Any, name: str, columns: int = 400) -> Map:
+    """One measurement of every write, (layers and heads, position), in at most `columns` means over the text."""
+    rows, parts, x = [], [], np.zeros(0)
+    for r in probe.memories:
+        y = getattr(r, name).mean(0)  # (T, H)
+        means = [_means(y[:, h], columns) for h in range(y.shape[1])]
+        x = means[0][0] / r.writes
+        parts += [m for _, m in means]
+        rows += [f"{r.name} head {h}" for h in range(y.shape[1])]
+    width = min((len(p) for p in parts), default=0)
+    return Map(rows, x[:width], np.stack([p[:width] for p in parts]) if parts else np.zeros((0, 0)))
+
+
+def _means(y, columns):
+    """Middles and means of at most `columns` equal parts of y (T,)."""
+    edges = np.linspace(0, len(y), min(columns, len(y)) + 1).astype(int)
+    sums = np.r_[0.0, np.cumsum(y, dtype=np.float64)]
+    return (edges[1:] + edges[:-1]) / 2, (sums[edges[1:]] - sums[edges[:-1]]) / np.diff(edges)
+
+
+def figure(probe: Any, kind: str, backend: str) -> Any:
+    """As `Probe.figure`."""
+    if kind not in KINDS:
+        raise FastWeightError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}")
+    if backend not in BACKENDS:
+        raise FastWeightError(f"backend is {backend!r}; expected 'matplotlib' or 'plotly'")
+    if not (probe.layers if kind in LAYERS else probe.memories):
+        what = "Fast Weight Layer" if kind in LAYERS else "memory"
+        raise FastWeightError(f"the probe recorded no {what}; expected one for kind {kind!r}")
+    title = MAPS.get(kind) or LAYERS.get(kind) or CURVES[kind][1]
+    try:
+        if backend == "plotly":
+            return plotly_map(map_of(probe, kind), title) if kind in MAPS else plotly_curves(curves(probe, kind), title)
+        return _matplotlib(map_of(probe, kind) if kind in MAPS else curves(probe, kind), title)
+    except ImportError as error:
+        raise FastWeightError(
+            f"a figure needs {backend}, which is not installed ({error}); pip install {backend}"
+        ) from None
+
+
+def plotly_curves(lines: list[Curve], title: str) -> Any:
+    """A Plotly figure of lines over the position in the text."""
+    import plotly.graph_objects as go
+
+    made = go.Figure([go.Scatter(x=c.x, y=c.y, name=c.name, mode="lines") for c in lines])
+    return made.update_layout(xaxis_title="token", yaxis_title=title, margin=dict(l=60, r=10, t=10, b=40))
+
+
+def plotly_map(shown: Map, title: str) -> Any:
+    """A Plotly heat map over the position in the text."""
+    import plotly.graph_objects as go
+
+    made = go.Figure(go.Heatmap(z=shown.values, x=shown.x, y=shown.rows, colorscale="Viridis"))
+    made.data[0].colorbar.title.text = title
+    return made.update_layout(xaxis_title="token", margin=dict(l=60, r=10, t=10, b=40))
+
+
+def _matplotlib(shown, title):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(made)
+    axes = made.add_subplot()
+    if isinstance(shown, Map):
+        width = shown.x[-1] if len(shown.x) else 1
+        image = axes.imshow(shown.values, aspect="auto", interpolation="nearest",
+                            extent=(0, width, len(shown.rows) - 0.5, -0.5))  # fmt: skip
+        axes.set_yticks(range(len(shown.rows)), shown.rows, fontsize=7)
+        made.colorbar(image, label=title)
+    else:
+        for c in shown:
+            axes.plot(c.x, c.y, label=c.name, linewidth=1)
+        axes.set_ylabel(title)
+        if len(shown) > 1:
+            made.legend(frameon=False, fontsize=7, loc="outside right center")
+    axes.set_xlabel("token")
+    return made

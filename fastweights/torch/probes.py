@@ -1,0 +1,324 @@
+"""Probes: what every memory of a model does while the model reads, recorded beside it, without changing its output."""
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastweights import fwl, refresh
+from fastweights.core import FastWeightError, Inputs, Spec
+from fastweights.torch import watching
+from fastweights.torch.attributions import Attribution
+from fastweights.torch.framework import OPS
+from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.measures import Marks, Measured, Writes, check_every, measure
+
+SAME = {"blocks": "block", "layers": "block", "layer": "block", "h": "block"}  # words for one thing in a path
+
+
+class MemoryRecord:
+    """What one memory did, in NumPy arrays; each measurement is an attribute.
+
+    Of every write, (B, T, H): beta, decay, gain, value, retrieved, error, cosine, written.
+    Of the memory every `every` tokens, (B, M, H): norm, rank, capacity, interference, half_life; `at` (M,) says after
+    how many tokens.  `fastweights.torch.measures` defines them all.
+
+    Calls of the same batch size follow one another in time, as the segments of a text do.
+    """
+
+    def __init__(self, name: str, rule: str, writes: int, every: int, keep: bool):
+        self.name, self.rule, self.writes, self.every = name, rule, writes, every
+        self.calls: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
+        self.kept: list[tuple[Inputs, Spec]] = []
+        self._keep, self._total = keep, 0
+        self._keys: Tensor | None = None
+
+    def add(self, inputs: Inputs, spec: Spec) -> None:
+        """Measure one call of `fast_weight`."""
+        carried = self._keys is not None and inputs.state is not None and len(self._keys) == len(inputs.q)
+        found: Measured = measure(inputs, spec, self.every, keys=self._keys if carried else None)
+        self._keys = found.keys
+        arrays = {n: _array(x) for part in (found.writes, found.marks) for n, x in zip(part._fields, part, strict=True)}
+        self.calls.append((arrays, _array(found.at) + self._total))
+        self._total += inputs.q.shape[1]
+        if self._keep:
+            held = inputs._replace(state=None if inputs.state is None else inputs.state.detach().clone())
+            self.kept.append((held.map_tokens(Tensor.detach), spec))
+
+    @property
+    def at(self) -> np.ndarray:
+        """(M,): tokens read before each mark."""
+        return np.concatenate([at for _, at in self.calls])
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name not in MEASURES:
+            raise AttributeError(f"a MemoryRecord has no {name!r}; expected one of {', '.join(MEASURES)}")
+        parts = [arrays[name] for arrays, _ in self.calls]
+        if len({len(x) for x in parts}) > 1:
+            raise FastWeightError(f"{self.name} was called with batches of {sorted({len(x) for x in parts})}; expected "
+                                  "one size: calls are joined along time, so probe one text at a time")  # fmt: skip
+        return np.concatenate(parts, 1)
+
+    def attribution(self) -> Attribution:
+        """Where this memory's reads come from; needs `probe(..., keep=True)`."""
+        if not self.kept:
+            raise FastWeightError("attribution needs the keys and values of the calls; expected probe(..., keep=True)")
+        calls, spec = [x for x, _ in self.kept], self.kept[0][1]
+        fields = Inputs._fields[:6]
+        joined = {n: torch.cat([getattr(x, n) for x in calls], 1) for n in fields if getattr(calls[0], n) is not None}
+        mask = None if calls[0].mask is None else torch.cat([x.mask for x in calls], 1)
+        return Attribution(Inputs(**joined, state=calls[0].state, mask=mask), spec)
+
+    def __repr__(self) -> str:
+        return f"MemoryRecord({self.name!r}, rule={self.rule!r}, {self._total} tokens)"
+
+
+MEASURES = (*Writes._fields, *Marks._fields)
+
+
+class LayerRecord:
+    """What a Fast Weight Layer learned from a text, in NumPy arrays.
+
+    loss, slow_loss (B, T): of each token, in nats, by the layer as it has become and by its trained weights alone;
+    gain = slow_loss - loss.
+    step (B, M): the norm of each change of its weights, `at` (M,) tokens after the start: one per token, or one per
+    chunk where gradients are refreshed.
+    learned (B, M): the norm of all that has been learned, at the last step of each call; NaN at the others.
+    """
+
+    def __init__(self, name: str):
+        self.name, self._total = name, 0
+        self.calls: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
+
+    @torch.no_grad()
+    def add(
+        self, block: FWLBlock, x: Tensor, labels: Tensor, weights: Tensor, before: Any, out: Any, seen: list
+    ) -> None:
+        """Measure one call of `FWLBlock.run`.  seen: the norms of its steps, as far as it noted them."""
+        config, p = block.config, block._weights()
+        slow = block.slow_loss(x, labels) if out.slow_loss is None else out.slow_loss
+        if config.refresh is None:
+            step = _published_steps(config, p, x, labels, weights)
+            at = np.arange(1, x.shape[1] + 1)
+        else:
+            before = block.init_state(len(x)) if before is None else before
+            waiting = sorted(set(before.waiting.tolist()))
+            if len(waiting) > 1:
+                raise FastWeightError(f"rows wait with {waiting} tokens; expected as many in each: probe one text at a "
+                                      "time")  # fmt: skip
+            steps = seen or _refreshed_steps(config, p, x, labels, weights, before, block)
+            step = torch.stack(steps, 1) if steps else x.new_zeros(len(x), 0)
+            at = (np.arange(step.shape[1]) + 1) * config.refresh - waiting[0]
+        learned = torch.full_like(step, float("nan"))
+        if learned.shape[1]:
+            learned[:, -1] = _norm(out.state[:3])
+        row = dict(loss=out.loss, slow_loss=slow, gain=slow - out.loss, step=step, learned=learned)
+        self.calls.append(({n: _array(y) for n, y in row.items()}, at + self._total))
+        self._total += x.shape[1]
+
+    at = MemoryRecord.at
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name not in LAYER_MEASURES:
+            raise AttributeError(f"a LayerRecord has no {name!r}; expected one of {', '.join(LAYER_MEASURES)}")
+        return np.concatenate([arrays[name] for arrays, _ in self.calls], 1)
+
+    def __repr__(self) -> str:
+        return f"LayerRecord({self.name!r}, {self._total} tokens)"
+
+
+LAYER_MEASURES = ("loss", "slow_loss", "gain", "step", "learned")
+
+
+def _published_steps(config, p, x, labels, weights):
+    """The norm (B, T) of each token's step, from its keys and values."""
+    slow = fwl.slow_pass(config, OPS, p, x)
+    _, dn = OPS.head(slow.n, p["unembed"], p["unembed_bias"], labels)
+    share = weights / fwl.normalization(config, OPS, weights, None)
+    written = fwl.write(config, OPS, p, x, slow, dn * share.to(dn.dtype)[..., None])
+    return sum(k.square().sum(-1) * v.square().sum(-1) for k, v in written).sqrt()
+
+
+def _refreshed_steps(config, p, x, labels, weights, before, block):
+    """The norm of each chunk's step where the layer does not note it: the chunks are learned once more."""
+    C, learned, steps = config.refresh, tuple(before[:3]), []
+    share = (weights / fwl.normalization(config, OPS, weights, None)).to(before.shares.dtype)
+    n = int(before.waiting.max())
+    waits = zip((before.pending, before.labels, before.shares), (x, labels, share), strict=True)
+    tokens = [torch.cat([old[:, :n].to(new.dtype), new], 1) for old, new in waits]
+    for a in range(0, tokens[0].shape[1] - C, C):  # a chunk is learned when the token after it arrives
+        part = [y[:, a : a + C] for y in tokens]
+        after = refresh.chunk(config, OPS, p, learned, *part, close=True, score=False)[2]
+        steps.append(_norm([s - t for s, t in zip(after, learned, strict=True)]))
+        learned = after
+    return steps
+
+
+def _norm(parts):
+    return sum(s.square().flatten(1).sum(1) for s in parts) ** 0.5
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return x.detach().cpu().numpy()
+
+
+class Probe:
+    """The records of an open probe, by the name of the module that holds each memory. Made by `probe`."""
+
+    def __init__(self, model: nn.Module, every: int, keep: bool):
+        self.model, self.every, self.keep = model, check_every(every), keep
+        self.records: dict[str, MemoryRecord | LayerRecord] = {}
+        self._path: ContextVar[tuple[str, ...]] = ContextVar("path", default=())
+        self._handles: list[Any] = []
+        self._blocks: list[FWLBlock] = []
+        self._called = False
+
+    def __enter__(self) -> "Probe":
+        if self._handles:
+            raise FastWeightError("the probe is open already; expected `with fw.probe(model) as p:` once for each")
+        for name, module in self.model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+            if isinstance(module, FWLBlock):
+                self._blocks.append(module)
+                module.run = self._watched(module, name)  # type: ignore[method-assign]
+        watching.watchers.append(self._watch)
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        watching.watchers.remove(self._watch)
+        for handle in self._handles:
+            handle.remove()
+        for block in self._blocks:
+            del block.run
+        self._handles, self._blocks = [], []
+        if kind is None and self._called and not self.records:
+            raise FastWeightError(f"no module of the {type(self.model).__name__} wrote into a memory of this library; "
+                                  "expected a model with FastWeightAttention, FWLBlock, or layers that call "
+                                  "fast_weight")  # fmt: skip
+
+    def _enter(self, name):
+        self._called = True
+        self._path.set((*self._path.get(), name))
+
+    def _leave(self):
+        self._path.set(self._path.get()[:-1])
+
+    def _watch(self, inputs: Inputs, spec: Spec) -> None:
+        path = self._path.get()
+        if not path or path[-1] == INSIDE:
+            return
+        name = path[-1] or "memory"
+        record = self.records.get(name)
+        if record is None:
+            record = self.records[name] = MemoryRecord(name, spec.rule, spec.writes, self.every, self.keep)
+        assert isinstance(record, MemoryRecord)
+        record.add(inputs, spec)
+
+    def _watched(self, block: FWLBlock, name: str) -> Any:
+        """`block.run`, recorded; the memories inside are the layer's own, and are not measured one by one."""
+
+        def run(x, labels, weights, state=None, **how):
+            self._called = True
+            seen: list[Any] = []
+            token = self._path.set((*self._path.get(), INSIDE))
+            watching.steps.append(seen)
+            try:
+                out = FWLBlock.run(block, x, labels, weights, state, **how)
+            finally:
+                watching.steps.pop()
+                self._path.reset(token)
+            if how.get("cu_seqlens") is None and out.loss is not None:
+                record: Any = self.records.setdefault(name or "fast", LayerRecord(name or "fast"))
+                record.add(block, x, labels, weights, state, out, seen)
+            return out
+
+        return run
+
+    @property
+    def names(self) -> list[str]:
+        """Of all records, in the order in which they were first written."""
+        return list(self.records)
+
+    @property
+    def memories(self) -> list[MemoryRecord]:
+        """Records of memories."""
+        return [r for r in self.records.values() if isinstance(r, MemoryRecord)]
+
+    @property
+    def layers(self) -> list[LayerRecord]:
+        """Records of Fast Weight Layers."""
+        return [r for r in self.records.values() if isinstance(r, LayerRecord)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, key: str | int | tuple[str, int]) -> Any:
+        """A record by its name or any part of it that is enough ("block.0"), by number, or ("beta", 0), an array."""
+        if isinstance(key, tuple):
+            return getattr(self[key[1]], key[0])
+        if isinstance(key, int):
+            if not -len(self.memories) <= key < len(self.memories):
+                raise FastWeightError(f"layer is {key}; expected 0 to {len(self.memories) - 1}: the number of a memory")
+            return self.memories[key]
+        if key in self.records:
+            return self.records[key]
+        wanted = _parts(key)
+        found = [n for n in self.records if _contains(_parts(n), wanted)]
+        if len(found) != 1:
+            why = f"which {len(found)} of them have" if found else "which none of them has"
+            known = ", ".join(self.records) or "none: nothing was recorded"
+            raise FastWeightError(f"name is {key!r}, {why}; expected one of {known}")
+        return self.records[found[0]]
+
+    def figure(self, kind: str = "norms", *, backend: str = "matplotlib") -> Any:
+        """A picture of all records, as a figure of Matplotlib or Plotly (`backend`).
+
+        kind: "norms", "ranks", "capacity", "interference" or "half-lives", curves over the text; "beta", "decay",
+        "retrieved", "error", "cosine" or "written", maps of layers and heads over the text; "losses" or "steps" of
+        Fast Weight Layers.
+        """
+        from fastweights.torch.probe_figures import figure
+
+        return figure(self, kind, backend)
+
+
+INSIDE = "/inside"  # of a Fast Weight Layer
+
+
+def _parts(name):
+    return [SAME.get(part, part) for part in name.split(".")]
+
+
+def _contains(parts, wanted):
+    return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))
+
+
+def probe(model: nn.Module, *, every: int = 16, keep: bool = False) -> Probe:
+    """Record what every memory of a model does while the model reads: `with fw.probe(model) as p:`.
+
+        >>> from fastweights.torch import FastWeightAttention
+        >>> layer = FastWeightAttention(16, heads=2)
+        >>> with probe(layer) as p:
+        ...     y, state = layer(torch.randn(1, 40, 16))
+        >>> p["memory"].beta.shape, p["memory"].norm.shape, p["memory"].at
+        ((1, 40, 2), (1, 3, 2), array([16, 32, 40]))
+
+    Outputs do not change by a bit, and a closed probe costs nothing. Names are those of `model.named_modules()`, or any
+    part that is enough: `p["block.0"].beta`, `p["beta", 0]`. Records are `MemoryRecord` for memories and `LayerRecord`
+    for Fast Weight Layers; `p.figure("norms")` draws them.
+
+    Args:
+        model: a module that holds layers of this library, or layers that call `fast_weight`.
+        every: tokens between two measurements of the memory itself; writes are measured one by one.
+        keep: hold keys, queries and values as well, so that `p["block.0"].attribution()` can say where reads came from.
+    """
+    if not isinstance(model, nn.Module):
+        raise FastWeightError(f"model is a {type(model).__name__}; expected an nn.Module that holds our layers")
+    return Probe(model, every, keep)
