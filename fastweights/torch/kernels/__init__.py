@@ -1,7 +1,21 @@
 """`fast_weight` as Triton kernels: the chunk inverses, a walk over the memory, and the same backwards.
 
-docs/maths.md derives what they compute. Block sizes are fixed by shape and dtype, so that a first call compiles and
-never measures. What a call allocates and launches is a plan, made once for its shapes.
+Forward, with C = 64 tokens per chunk:
+
+    rates       tiles.py      beta and the running sums of log_decay, laid out chunk by chunk
+    inverse     inverse.py    X = (I + L)^{-1} of every chunk (delta rule), all chunks at once
+    walk        forward.py    the memory from chunk to chunk: errors u, outputs o, and S kept at the start of each span
+
+Backward, the same inverses read again:
+
+    reverse     backward.py   the gradient D of the memory from the last chunk to the first, and dy, that of the errors
+    local       backward.py   all other gradients, each chunk by itself, from S before it and D after it; or, where
+    past, future  spans.py    there is no decay and S and D are kept for every 16th chunk alone, by walks over spans
+
+features.py and dpfp.py map q and k before and their gradients after; wide_keys.py has both walks for memories that do
+not fit registers; sequence_parallel.py cuts long sequences of few heads; step.py does a single token. docs/maths.md
+derives what they compute. Block sizes are fixed by shape and dtype, so that a first call compiles and never measures.
+What a call allocates and launches is a plan, made once for its shapes.
 """
 
 from typing import Any
@@ -45,7 +59,10 @@ def maps(inputs: Inputs, spec: Spec) -> bool:
 
 
 def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """(o, state). overwrite: the new state may take the place of the old one; only a single token does so."""
+    """(o, state) of a call, with its gradient where one may be asked for.
+
+    overwrite: the new state may take the place of the old one; only a single token does so.
+    """
     q = inputs.q
     one = q.shape[1] == 1 and inputs.cu_seqlens is None and q.shape[-1] <= 4096  # a program holds its memory's rows
     if one and not needs_gradient(inputs) and not is_transformed():
@@ -96,7 +113,11 @@ def layout(inputs: Inputs, spec: Spec) -> int:
 
 
 def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtype]]:
-    """Shapes and dtypes of X (delta rule), S and, where a span has several rows, u (delta rule)."""
+    """Shapes and dtypes of what the forward pass keeps for the backward.
+
+    X (rows, H, C, C), the inverses (delta rule); S (spans, H, V, K), the memory before each span, transposed; and,
+    where a span has several rows, u like v, what was written (delta rule). All in the dtype of q.
+    """
     (B, T, H, _), V, K = inputs.q.shape, inputs.v.shape[-1], feature_width(inputs, spec)
     every = rows_per_span(inputs, spec)
     rows, kept = (bound(B, T, tiles.C * size, inputs.cu_seqlens) for size in (1, every))
@@ -123,7 +144,9 @@ def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, li
 
 
 def backward(do: Tensor, dstate: Tensor | None, inputs: Inputs, saved: list[Tensor], spec: Spec) -> Inputs:
-    """Gradients as an Inputs."""
+    """Gradients as an Inputs, from those of o and of the state after the last token (None: zero) and from what was
+    saved.
+    """
     tables, whole = pack(inputs, spec)
     dstate = None if dstate is None else aligned(dstate)
     given = [aligned(do), dstate, *ready(inputs, spec), *tables, *saved]
@@ -154,7 +177,14 @@ def _inputs(plan, slots, inputs, spec, whole):
 
 
 def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
-    """The plan of a forward pass; its results are the slots of o, the state and what is saved."""
+    """The plan of a forward pass; its results are the slots of o, the state and what is saved.
+
+    Args:
+        given: tensors of the call as `ready` and `pack` make them, whose shapes and dtypes alone matter.
+        inputs, spec: of the call.
+        whole: whether every chunk is full.
+        save: whether a backward pass will follow.
+    """
     plan, precision = Plan(given[0].device, given), float32_products()
     x, _, where, n = _inputs(plan, plan.inputs, inputs, spec, whole)
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
@@ -174,7 +204,10 @@ def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: boo
 
 
 def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
-    """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs."""
+    """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs.
+
+    given: do, dstate, the tensors of the forward pass and what it saved.
+    """
     plan, precision = Plan(given[2].device, given), float32_products()
     do, end, *slots = plan.inputs
     slots, saved = slots[:CALL], slots[CALL:]

@@ -27,6 +27,18 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
              STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The gradient D of the memory, walked from the last chunk of a sequence to its first.
+
+    One program: BV value features of one sequence and head, D [BV, BK] in registers as float32 (transposed, as S is in
+    forward.py). Per chunk it reads q, k, do [C, .], the inverse X [C, C] and the rates. With A what queries read of
+    each error of their chunk, the gradient of the errors is du = D k^T + do A, that of the values before the solve dy =
+    du X, and
+
+        D <- (decay of the chunk) D + do^T q - (beta dy)^T k
+
+    the last term because a key reads what it corrects. It writes dy, D after each span (D_saved), and at the end D0,
+    the gradient of the state before the first token.
+    """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
@@ -92,7 +104,15 @@ def _values(k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, g
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DELTA: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
             HALF: tl.constexpr):  # fmt: skip
-    """BV values: do, dv (also stored, in place of dy), u, and what they add to dA, R, gb and gr."""
+    """The part of `_local` that goes over values: BV of them, of one chunk and head.
+
+    It reads v, do, dy and S, computes the errors u again (delta rule), and adds what these values contribute to
+
+        dA [C, C]  gradient of what queries read of each error;  R [C, C]  the same of what keys read,
+        gb [C]     gradient of beta;                             gr [C]    what a key retrieves of S, times its gradient
+
+    dy times its rate is dv, and is stored in the place of dy.
+    """
     dtype = k.dtype.element_ty
     do_i = load_tile(do, token, head, first, left, H, V, C, BV)  # [C, BV]
     dy_i = load_tile(dy, token, head, first, left, H, V, C, BV)
@@ -146,6 +166,19 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
            H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
            DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
            PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """All gradients of one chunk and head that need no walk: dq, dk, dv, dbeta and dlog_decay.
+
+    One program: one row (chunk) and head. It reads S, the memory before the chunk, and D, its gradient after it, so
+    rows need not wait for each other. `_values` goes over the values first, for the two [C, C] matrices; then key
+    features, BK at a time, are gathered from S, D and these:
+
+        dq = S do + k dA,        dk = D u + q dA - (S dv + k (R + R^T))
+
+    All are held transposed, [BK, C]: operands then come from shared memory and only sums are in registers. The gradient
+    of
+    log_decay has three parts: within the chunk (`_between`), through what the memory keeps, and through reads and
+    writes of each token. u is written to memory only where values do not fit one block.
+    """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
@@ -248,10 +281,18 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
 
 
 def reverse(plan, q, k, beta, log_g, X, do, dstate, layout, spec, precision, *, out=True, save=False):
-    """(dy, gradient of the state before the first token, D after each span, transposed) as slots, None if unasked.
+    """Plan the reverse walk: slots of dy, of the gradient of the state before the first token, and of D; None if
+    unasked.
+
+    Args:
+        plan: to add the launch to.
+        q, k, beta, log_g, X, do: slots; rates and inverses laid out by chunks.
+        dstate: slot of the gradient of the state after the last token, zero when None.
+        layout, spec, precision: where tokens are, what is computed, and how products are made.
+        out: whether dy is wanted.
+        save: whether D after each span, transposed, is wanted.
 
     Where a span has several rows, dy comes with its rate, and so is dv; `local` needs it without.
-    dstate: gradient of the state after the last token, zero when absent.
     """
     H, K, V = q.shape[2], q.shape[3], do.shape[3]
     dy = plan.empty(do.shape, do.dtype) if out else None
@@ -277,9 +318,13 @@ def reverse(plan, q, k, beta, log_g, X, do, dstate, layout, spec, precision, *, 
 
 
 def local(plan, x, beta_rows, log_g, X, S, D, do, dy, layout, spec, precision):
-    """Slots of dq, dk, dv, dbeta and dlog_decay from what the two walks left; dv takes the place of dy.
+    """Plan the gradients within rows: slots of dq, dk, dv, dbeta and dlog_decay; dv takes the place of dy.
 
-    x: the inputs of the call, q and k mapped.
+    Args:
+        x: slots of the inputs of the call, q and k mapped.
+        beta_rows, log_g, X: rates and inverses by chunks.
+        S, D: the memory before each row and its gradient after it, transposed.
+        do, dy: gradients of the outputs, and of the errors as `reverse` left them.
     """
     q, k, v = x.q, x.k, x.v
     H, K, V = q.shape[2], q.shape[3], v.shape[3]

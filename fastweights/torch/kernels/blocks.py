@@ -29,10 +29,11 @@ def wide(k):
 
 
 def every(K, V, dtype, inputs, spec):
-    """Rows in a span: 1 where gradients of q and k are made row by row, from the memory before and after each.
+    """Rows in a span, after which the memory is kept: 1 where gradients of q and k are made row by row.
 
-    Those of decay need both. Half precision has too little range to divide by beta, and registers too little room for
-    wide values.
+    Those of decay need the memory before and after every row. Half precision has too little range to divide by beta,
+    and registers too little room for wide values. Otherwise 16: a sixteenth of the memory traffic and of the memory
+    kept.
     """
     by_row = inputs.log_decay is not None or ON_CHIP[dtype] < K or V > 128
     by_row |= inputs.beta is not None and (not spec.delta or dtype == torch.float16)
@@ -90,9 +91,11 @@ def inverse(k):
 
 @cache
 def _is_hopper(device):
+    """Whether the device is of the generation that the tables were measured on."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def _multiprocessors(device):
+    """Programs that the device runs at once, at one per multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count

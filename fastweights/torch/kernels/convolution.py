@@ -20,7 +20,10 @@ _plans: dict[tuple, Plan] = {}
 
 @triton.jit
 def _history(x, before, b, p, c, inside, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr):
-    """Inputs [BT, BC] at positions p, which are negative in `before`."""
+    """Inputs [BT, BC] of batch row b at token positions p and channels c, float32, zero where `inside` is not.
+
+    Positions from 0 on are in x, those from 1 - W to -1 in `before`, which may be absent.
+    """
     new = inside & ((p >= 0) & (p < T))[:, None]
     value = tl.load(x + b * batch_stride + p[:, None] * stride + c[None, :], mask=new, other=0.0).to(tl.float32)
     if before is not None:
@@ -33,6 +36,12 @@ def _history(x, before, b, p, c, inside, T, stride, batch_stride, W: tl.constexp
 @triton.jit
 def _forward(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
              BC: tl.constexpr):  # fmt: skip
+    """y = the convolution of x, for BT tokens and BC channels of one batch row.
+
+    One program owns that tile of y. It reads W shifted tiles of x (or of `before` at the start), which the cache
+    serves, and sums them in float32. The program of the first tokens also writes `last`, the inputs that the next call
+    needs.
+    """
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -51,7 +60,10 @@ def _forward(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexp
 
 @triton.jit
 def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constexpr):
-    """The gradient [BT, BC] of the inputs at positions p, negative in `before`."""
+    """The gradient [BT, BC] of the inputs at positions p, negative in `before`.
+
+    Input p met the outputs p to p + W - 1, each with another tap; the last W - 1 inputs were also handed on.
+    """
     total = tl.zeros([p.shape[0], c.shape[0]], tl.float32)
     for j in tl.static_range(W):
         t = p + (W - 1) - j
@@ -68,6 +80,11 @@ def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constex
 @triton.jit
 def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, blocks, W: tl.constexpr,
               N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Gradients of x, of `before`, and of the taps, for BT tokens and BC channels of one batch row.
+
+    One program owns that tile of dx. Its share of the taps' gradient, [W, BC], goes to a row of dweight of its own;
+    PyTorch adds the rows up afterwards, so that the sum does not depend on who comes first.
+    """
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -89,12 +106,13 @@ def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, bat
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `convolve` computes this convolution."""
+    """Whether `convolve` computes this convolution: on a GPU, 16 taps at most, no float64."""
     floats = (torch.float32, torch.bfloat16, torch.float16)
     return (x.is_cuda or INTERPRETED) and x.dtype in floats and weight.dtype in floats and len(weight) <= WIDEST
 
 
 def _key(which, *tensors):
+    """What a plan is made for: shapes, dtypes, strides and the device."""
     return which, tensors[0].device, *[None if x is None else (x.shape, x.dtype, x.stride()) for x in tensors]
 
 
@@ -118,7 +136,7 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, T
 
 
 def backward(dy, dlast, x, weight, before):
-    """Gradients of x, weight and before."""
+    """Gradients of x, weight and before (None where absent), from dy (B, T, channels) and dlast, which may be None."""
     dy, dlast = aligned(dy), None if dlast is None else aligned(dlast)
     key = _key("backward", x, dy, dlast, weight, before)
     plan = _plans.get(key)
@@ -150,7 +168,7 @@ def plain(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Ten
 
 
 class Convolve(torch.autograd.Function):
-    """`forward` with its gradient."""
+    """`forward` with its gradient; second derivatives go through `plain`, which autograd can differentiate."""
 
     @staticmethod
     def forward(ctx, x, weight, before):

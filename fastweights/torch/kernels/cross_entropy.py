@@ -1,4 +1,8 @@
-"""Softmax of a block of logits, a pass each way, for torch/cross_entropy.py on a GPU."""
+"""Softmax of a block of logits, a pass each way, for torch/cross_entropy.py on a GPU.
+
+z (N, width) are logits of N tokens for a block of words. In PyTorch's own operators each step would read and write all
+of them again; here the logarithm of the sum is one pass, and the gradient another, in place.
+"""
 
 import torch
 import triton
@@ -9,6 +13,10 @@ ROWS = 128  # tokens a program adds up
 
 @triton.jit
 def _log_sum(z, out, width, stride, BLOCK: tl.constexpr):
+    """log sum exp of one row of z. One program: one token's row.
+
+    Sums and the maximum are kept for BLOCK columns at a time and shrunk when a larger logit comes, so one pass does.
+    """
     row = tl.program_id(0).to(tl.int64)  # one program: one token's row of the block
     at = z + row * stride
     column = tl.arange(0, BLOCK)
@@ -28,6 +36,12 @@ def _gradient(
     z, e, sums, log_sum, offset, of_loss, label, first, rows, width, z_stride, e_stride,
     HAS_E: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """dz in the place of z, for ROWS tokens and BLOCK words: dz = p (offset + e) - [v = y] of_loss, p = exp(z -
+    log_sum).
+
+    One program owns that tile, R rows at a time. e (HAS_E) is what the words give to a second gradient, and p - [v = y]
+    takes its place. SUMS: the column sums of dz over the tile go to `sums`, for the gradient of the bias.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # one program: ROWS tokens of BLOCK words
     inside = column < width
     added = tl.zeros([R, BLOCK], tl.float32)
@@ -55,6 +69,10 @@ def _gradient(
 
 @triton.jit
 def _at_label(n, words, label, r, c, out, size, HAS_R: tl.constexpr, HAS_C: tl.constexpr, BLOCK: tl.constexpr):
+    """n . (E_y + r) + c_y for one token, y its label. One program: one token.
+
+    It reads that one row of the words; HAS_R and HAS_C say whether r and c are there.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -71,6 +89,11 @@ def _at_label(n, words, label, r, c, out, size, HAS_R: tl.constexpr, HAS_C: tl.c
 
 @triton.jit
 def _rows(E, words, V, all_words, size, word_stride, feature_stride, BLOCK: tl.constexpr):
+    """E (size, V), in any strides, as words (all_words, size) in another dtype, rows from V on zero.
+
+    One program: a tile of BLOCK words by BLOCK features, transposed on the way, so that both sides are read and written
+    side by side.
+    """
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = feature.to(tl.int64)[:, None] * feature_stride + word[None, :] * word_stride
@@ -86,7 +109,15 @@ def log_sum(z: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
-    """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for."""
+    """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for.
+
+    Args:
+        z: (N, width) logits of a block of words, contiguous along words.
+        e: like z, or None.
+        log_sum, offset, of_loss: (N,) float32.
+        labels: (N,); first: the number of the block's first word.
+        sums: whether they are wanted.
+    """
     N, width = z.shape
     R, block, warps = (4, 512, 8) if z.element_size() == 4 else (8, 512, 4) if e is None else (4, 1024, 4)  # measured
     grid = triton.cdiv(width, block), triton.cdiv(N, ROWS)

@@ -18,7 +18,11 @@ WIDEST = 128  # inputs of one row that it holds with their gradient
 
 @cache
 def table(D, nu, BD, dtype, device):
-    """(2, K, BD): row f of each half picks one factor of feature f from x."""
+    """(2, K, BD): row f of each half picks one factor of feature f from x, with its sign.
+
+    Made once for each width, dtype and device. Feature f of DPFP is u_m u_{m - j}, u = [relu(x), relu(-x)], with
+    m = f mod 2 D and j = f // 2 D + 1.
+    """
     f = torch.arange(2 * D * nu)
     m = f % (2 * D)
     signed = torch.cat([torch.eye(D), -torch.eye(D)])
@@ -60,6 +64,7 @@ def _slopes(dy, row, rows, first, W: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _rows(x, row, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """R rows of x [R, BD], each one token of one head, zero outside."""
     column = tl.arange(0, BD)
     at = row // H * stride + row % H * head_stride
     inside = (row < rows)[:, None] & (column < D)[None, :]
@@ -70,6 +75,11 @@ def _rows(x, row, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, B
 def _forward(x, y, table, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
              R: tl.constexpr, B: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
              EPS: tl.constexpr):  # fmt: skip
+    """Features of R rows, normalised. One program: R rows, all W features of them, B at a time.
+
+    With a norm it goes over the features twice: once for their sum, and once to write them. They are computed again
+    rather than kept: x is on the chip, and two small products cost less than memory.
+    """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     x_i = _rows(x, row, rows, stride, head_stride, H, D, BD)
     if NORM:
@@ -93,6 +103,11 @@ def _forward(x, y, table, rows, stride, head_stride, H: tl.constexpr, D: tl.cons
 def _backward(x, dy, dx, table, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
               R: tl.constexpr, B: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
               EPS: tl.constexpr):  # fmt: skip
+    """dx of R rows from dy. One program: R rows.
+
+    A first pass over the features finds what the norm took out (their sum, and the gradient along them); the second
+    sends the gradient of every feature back to its two factors, dx = (g relu(b) [a > 0]) A^T + (g relu(a) [b > 0]) B^T.
+    """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     x_i = _rows(x, row, rows, stride, head_stride, H, D, BD)
     dtype = x.dtype.element_ty
@@ -125,7 +140,16 @@ def _backward(x, dy, dx, table, rows, stride, head_stride, H: tl.constexpr, D: t
 
 
 def plan(plan, kernel, x, slots, W, nu, norm, precision):
-    """Launch `_forward` or `_backward` for x (tokens, H, D), a slot, with the slots that follow it."""
+    """Launch `_forward` or `_backward` in a plan.
+
+    Args:
+        kernel: which of the two.
+        x: slot of (tokens, H, D), features side by side.
+        slots: those that follow it: y, or dy and dx.
+        W, nu: width of the features, and NU of the map.
+        norm: its number.
+        precision: of the products that pick, exact for the dtype of x.
+    """
     tokens, H, D = x.shape
     BD = max(16, 1 << (D - 1).bit_length())
     B = 64 if BD <= 64 else 32

@@ -31,6 +31,20 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
              VALUES: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The memory S of one head, carried over all chunks of one sequence.
+
+    One program: BV value features of one sequence and head, S [BV, BK] in registers as float32 (transposed). Per chunk
+    it reads k, v, q [C, .], the inverse X [C, C] and the rates, and computes
+
+        y = beta (v - g S k)        what the values are short of, given the memory before the chunk (sum rule: beta v)
+        u = y X^T                   the errors that are really written (delta rule)
+        o = r S q + u A             what queries read of the memory and of the chunk's own errors, A = (k q^T) masked
+        S <- g_end S + (u g_end / g) k
+
+    with g, r and g_end the decay to a token, to what it reads, and of the whole chunk. It writes o, S before each span
+    of SAVE chunks (S_saved), u where a span has several (u_saved), and S1 after the last chunk. Without VALUES u comes
+    from the memory alone, which is how a section's transition is made.
+    """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
@@ -96,10 +110,17 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
 
 
 def walk(plan, q, k, v, beta, log_g, X, state, layout, spec, precision, *, width, out=True, save=False):
-    """(o, state after the last token, S before each span, transposed, u) as slots, None where not asked for.
+    """Plan the forward walk: slots of o, of the state after the last token, of S before each span and of u.
 
-    No v: no values. No state: the memory starts at zero. width: of the values.
-    u is saved where a span has several rows; gradients that go row by row compute it again.
+    Args:
+        plan: to add the launch to.
+        q, k, v, beta, log_g, X: slots; rates and inverses laid out by chunks. No v: no values are written.
+        state: slot of the memory before the first token; zero when None.
+        layout, spec, precision: where tokens are, what is computed, and how products are made.
+        width: of the values.
+        out: whether o is wanted.
+        save: whether S, transposed, and u are. u is saved where a span has several rows; gradients that go row by row
+            compute it again.
     """
     H, K, V, delta = k.shape[2], k.shape[3], width, spec.delta
     o = plan.empty((*k.shape[:3], V), k.dtype) if out else None

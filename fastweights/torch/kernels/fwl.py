@@ -1,4 +1,8 @@
-"""The passes of fwl_passes.py, each once through memory. Programs are a block of numbers, or a row (a token)."""
+"""The passes of fwl_passes.py, each once through memory; that file says what each function returns.
+
+A program is a block of BLOCK numbers where every number is by itself, or one row (a token) where a mean over the row is
+needed: it is then held whole, in float32. Loads and stores convert from and to the dtype of the products.
+"""
 
 import torch
 import triton
@@ -9,16 +13,19 @@ BLOCK = 2048
 
 @triton.jit
 def _load(x, at, mask):
+    """Numbers at x + at as float32, zero where not masked."""
     return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(x, at, value, mask):
+    """Numbers into x + at, in its dtype, where masked."""
     tl.store(x + at, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _inputs(x, e, rows, keys, T, length, D, width, BLOCK: tl.constexpr):
+    """rows and keys of one token: [x, 1, 0 ...] and [e_0 x, e_1, 0 ...]; a token of padding, t >= T, has x = 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     t = row % length
@@ -31,6 +38,7 @@ def _inputs(x, e, rows, keys, T, length, D, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _inputs_backward(of_q, of_k, rows, e, of_x, dots, D, width, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """of_x of one token, from the gradients of its row and (KEYS) of its key; of_e_0 and of_e_1 go into dots."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     k = _load(of_k + row * width, column, column < D)
@@ -44,6 +52,7 @@ def _inputs_backward(of_q, of_k, rows, e, of_x, dots, D, width, KEYS: tl.constex
 
 @triton.jit
 def _square(h, change, a, numbers, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """a = relu(h)^2, of BLOCK numbers; ADD: of h + change, which takes the place of change."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     x = _load(h, at, mask)
@@ -56,6 +65,7 @@ def _square(h, change, a, numbers, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate(x, h, out, factor, numbers, BLOCK: tl.constexpr):
+    """out = factor relu(h) x, of BLOCK numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     _store(out, at, factor * tl.maximum(_load(h, at, mask), 0.0) * _load(x, at, mask), mask)
@@ -63,6 +73,7 @@ def _gate(x, h, out, factor, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total(y, of_v, u, of_a, h, numbers, BLOCK: tl.constexpr):
+    """y += 2 relu(h) of_a - 2 [h > 0] u of_v, of BLOCK numbers, in place."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     r = _load(h, at, mask)
@@ -72,6 +83,11 @@ def _total(y, of_v, u, of_a, h, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _exclusive(S, n, numbers, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Running sums over chunks, in place: each of n becomes the sum of those before it (REVERSE: after it).
+
+    One program: BLOCK numbers of one sequence, all its chunks in turn. The next chunk is loaded before the sum is
+    stored, so that a program never waits for both.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     S += tl.program_id(1).to(tl.int64) * n * numbers
@@ -92,12 +108,18 @@ def _exclusive(S, n, numbers, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _back(of_xhat, xhat, rstd, size):
+    """The gradient at the input of a layer norm, from that at its output xhat, for one row held whole."""
     return (of_xhat - tl.sum(of_xhat, 0) / size - xhat * (tl.sum(of_xhat * xhat, 0) / size)) * rstd
 
 
 @triton.jit
 def _normal(y, bias, within, chunks, scale, shift, xhat, rstd, fast_scale, features, C, size, y_stride, eps,
             FAST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """xhat, 1 / std and features of one token; FAST: of y plus its bias less all changes of earlier tokens.
+
+    Changes come in two parts, within the token's chunk and of all chunks before it, three vectors side by side: of the
+    bias, of the scale and of the shift.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -120,6 +142,7 @@ def _normal(y, bias, within, chunks, scale, shift, xhat, rstd, fast_scale, featu
 
 @triton.jit
 def _slow_gradient(r, share, xhat, rstd, scale, e, g, v, changes, size, BLOCK: tl.constexpr):
+    """g2, -e_2 g2 and the three changes of one token, from the gradient r at its features."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -136,6 +159,7 @@ def _slow_gradient(r, share, xhat, rstd, scale, e, g, v, changes, size, BLOCK: t
 
 @triton.jit
 def _fast_backward(of, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
+    """[of_y, of_scale, of_shift] of one token, from the gradient of its fast features."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -150,6 +174,7 @@ def _fast_backward(of, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr)
 @triton.jit
 def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std, of_scale, dots,
                  C, size, BLOCK: tl.constexpr):  # fmt: skip
+    """Back through `_slow_gradient` for one token; its shares of the gradients of e_2 to e_5 go into dots."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -179,6 +204,7 @@ def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, 
 
 @triton.jit
 def _slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
+    """[of_y, of_scale, of_shift] of the slow norm for one token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -192,6 +218,7 @@ def _slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, ou
 
 
 def inputs(x, length, e, dtype):
+    """As fwl_passes.inputs: rows padded to a multiple of 8 numbers, which matrix units want."""
     B, T, D = x.shape
     width = D + 1 + -(D + 1) % 8
     rows, keys = (torch.empty(B * length, width, dtype=dtype, device=x.device) for _ in range(2))
@@ -200,39 +227,46 @@ def inputs(x, length, e, dtype):
 
 
 def inputs_backward(of_q, of_k, rows, e, D, dots, keys):
+    """As fwl_passes.inputs_backward."""
     of_x = torch.empty(len(of_q), D, dtype=of_q.dtype, device=of_q.device)
     _inputs_backward[(len(of_q),)](of_q, of_k, rows, e, of_x, dots, D, rows.shape[1], KEYS=keys, **_wide(D))
     return of_x
 
 
 def square(h):
+    """As fwl_passes.square."""
     a = torch.empty_like(h)
     _square[(triton.cdiv(h.numel(), BLOCK),)](h, h, a, h.numel(), ADD=False, BLOCK=BLOCK)
     return a
 
 
 def add_square(h, change):
+    """As fwl_passes.add_square."""
     a = torch.empty_like(h)
     _square[(triton.cdiv(h.numel(), BLOCK),)](h, change, a, h.numel(), ADD=True, BLOCK=BLOCK)
     return change, a
 
 
 def gate(x, h, factor, out=None):
+    """As fwl_passes.gate."""
     out = torch.empty_like(h) if out is None else out
     _gate[(triton.cdiv(h.numel(), BLOCK),)](x, h, out, factor, h.numel(), BLOCK=BLOCK)
     return out
 
 
 def total(y, of_v, u, of_a, h):
+    """As fwl_passes.total."""
     _total[(triton.cdiv(h.numel(), BLOCK),)](y, of_v, u, of_a, h, h.numel(), BLOCK=BLOCK)
 
 
 def exclusive(S, reverse):
+    """As fwl_passes.exclusive."""
     B, n, size = S.shape
     _exclusive[(triton.cdiv(size, 1024), B)](S, n, size, REVERSE=reverse, BLOCK=1024)
 
 
 def normal(y, scale, shift, eps):
+    """As fwl_passes.normal."""
     xhat, features, rstd = torch.empty_like(y), torch.empty_like(y), _row(y)
     _normal[(len(y),)](y, y, y, y, scale, shift, xhat, rstd, y, features, 1, y.shape[1], y.stride(0), eps,
                        FAST=False, **_wide(y.shape[1]))  # fmt: skip
@@ -240,6 +274,7 @@ def normal(y, scale, shift, eps):
 
 
 def fast_normal(y, bias, within, before, scale, shift, eps):
+    """As fwl_passes.fast_normal."""
     xhat, features, fast_scale, rstd = torch.empty_like(y), torch.empty_like(y), torch.empty_like(y), _row(y)
     _normal[(len(y),)](y, bias, within, before, scale, shift, xhat, rstd, fast_scale, features,
                        len(y) // len(before), y.shape[1], y.stride(0), eps, FAST=True, **_wide(y.shape[1]))  # fmt: skip
@@ -247,18 +282,21 @@ def fast_normal(y, bias, within, before, scale, shift, eps):
 
 
 def slow_gradient(r, share, xhat, rstd, scale, e):
+    """As fwl_passes.slow_gradient."""
     g, v, changes = torch.empty_like(r), torch.empty_like(r), _three(r)
     _slow_gradient[(len(r),)](r, share, xhat, rstd, scale, e, g, v, changes, r.shape[1], **_wide(r.shape[1]))
     return g, v, changes
 
 
 def fast_backward(of, ratio, xhat, rstd, scale):
+    """As fwl_passes.fast_backward."""
     out = _three(of)
     _fast_backward[(len(of),)](of, ratio, xhat, rstd, scale, out, of.shape[1], **_wide(of.shape[1]))
     return out
 
 
 def slow_second(of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, dots):
+    """As fwl_passes.slow_second."""
     of_r, of_xhat, of_scale, of_std = torch.empty_like(r), torch.empty_like(r), torch.empty_like(r), _row(r)
     _slow_second[(len(r),)](of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std,
                             of_scale, dots, len(r) // len(after), r.shape[1], **_wide(r.shape[1]))  # fmt: skip
@@ -266,6 +304,7 @@ def slow_second(of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, do
 
 
 def slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale):
+    """As fwl_passes.slow_backward."""
     out = _three(of_xhat)
     _slow_backward[(len(out),)](of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, out, xhat.shape[1],
                                 **_wide(xhat.shape[1]))  # fmt: skip
@@ -273,13 +312,16 @@ def slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale):
 
 
 def _row(y):
+    """A float32 number per token, to be filled."""
     return torch.empty(len(y), device=y.device)
 
 
 def _three(y):
+    """Three vectors per token side by side, to be filled."""
     return torch.empty(len(y), 3 * y.shape[1], dtype=y.dtype, device=y.device)
 
 
 def _wide(size):
+    """BLOCK and warps of a program that holds a row of `size` numbers."""
     block = triton.next_power_of_2(size)
     return dict(BLOCK=block, num_warps=max(1, min(16, block // 256)))

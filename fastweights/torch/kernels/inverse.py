@@ -15,7 +15,11 @@ from fastweights.torch.kernels.tiles import C, decay, find_row, load_tile, produ
 
 @triton.jit
 def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^{-1} for L [C, C] strictly lower triangular, float32; blocks of 16 merge in products of dtype."""
+    """(I + L)^{-1} for L [C, C] strictly lower triangular, float32; blocks of 16 merge in products of dtype.
+
+    The four blocks on the diagonal are inverted side by side as [n, 16, 16]: pairs of rows first, then blocks of 2, 4
+    and 8 rows merge. What is left merges all four at once (see above).
+    """
     n: tl.constexpr = C // 16
     block = tl.arange(0, n)
     same = block[:, None, None, None] == block[None, None, :, None]
@@ -39,6 +43,12 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
              BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
              PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+    """X = (I + L)^{-1} of one chunk and head. One program: one row (chunk) and head.
+
+    It reads the keys, BK features at a time, for L = k k^T, scales row i by beta_i and each pair by the decay between
+    the two tokens, keeps what is below the diagonal, inverts it on the chip, and writes X [C, C] once. No chunk waits
+    for another, so this fills the GPU before the walk, which cannot.
+    """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
@@ -58,7 +68,10 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
 
 
 def inverse(plan, k, beta, log_g, layout, precision):
-    """A slot for X (rows, H, C, C) in the dtype of k."""
+    """Plan the inverses: a slot for X (rows, H, C, C) in the dtype of k.
+
+    Products in the inverse are finer than elsewhere: its error meets every later chunk.
+    """
     H, K = k.shape[2:]
     X = plan.empty((layout.room, H, C, C), k.dtype)
     if layout.rows:

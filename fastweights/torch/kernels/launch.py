@@ -17,8 +17,14 @@ import triton
 class Launch(NamedTuple):
     """One launch of a plan: kernel[grid](*slots, *numbers, *constants).
 
-    slots: the tensors' places in the plan, None for an absent one;  dtypes: theirs;  constants: of the kernel's
-    signature, in order;  options: num_warps and num_stages.
+    Attributes:
+        kernel: a Triton function.
+        grid: programs along up to three axes.
+        slots: the tensors' places in the plan, None for an absent one.
+        dtypes: theirs.
+        numbers: that may change from call to call without compiling anew.
+        constants: of the kernel's signature, in order.
+        options: num_warps and num_stages.
     """
 
     kernel: Any
@@ -56,6 +62,7 @@ def compile_together(launches: list[Launch], device: torch.device) -> None:
 
 
 def _compile(launch, device):
+    """The kernel of a launch as Triton compiles it for this device, loaded."""
     with torch.cuda.device(device):
         arguments = (*launch.dtypes, *launch.numbers, *launch.constants)
         compiled = launch.kernel.warmup(*arguments, grid=launch.grid, **dict(launch.options))

@@ -15,7 +15,13 @@ from fastweights.torch.kernels.launch import Launch, compile_together, current_s
 
 
 class Slot(NamedTuple):
-    """A tensor of a plan: where it stands, and what it will be. `stride` is that of an input."""
+    """A tensor of a plan: where it stands, and what it will be.
+
+    Attributes:
+        place: number of the slot.
+        shape, dtype, device: of its tensor.
+        strides: of an input; those of a contiguous tensor otherwise, and left out.
+    """
 
     place: int
     shape: tuple[int, ...]
@@ -25,16 +31,23 @@ class Slot(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
+        """Whether it will be on a GPU."""
         return self.device.type == "cuda"
 
     def numel(self) -> int:
+        """Numbers that it will hold."""
         return prod(self.shape)
 
 
 class Plan:
     """Slots and steps. A step is a launch, or a function of PyTorch between two launches.
 
-    given: tensors like those that `run` will be given, None where there is none; `inputs` are their slots.
+    A plan is made once for the shapes of a call, and run for every call of that kind: allocate, then launch with
+    addresses. Nothing is looked at or decided again, which is what makes a call cheap on the host.
+
+    Args:
+        device: of the call.
+        given: tensors like those that `run` will be given, None where there is none; `inputs` are their slots.
     """
 
     def __init__(self, device: torch.device, given: list[Tensor | None]):
@@ -68,11 +81,13 @@ class Plan:
         self.steps.append(Launch(kernel, grid, places, dtypes, numbers, constants, tuple(options.items())))
 
     def _slot(self, buffer, shape, dtype):
+        """A new slot, and how it gets its tensor."""
         self.buffers.append(buffer)
         return Slot(len(self.buffers) - 1, shape, dtype, self.device)
 
     @property
     def launches(self) -> list[Launch]:
+        """The steps that are launches."""
         return [step for step in self.steps if isinstance(step, Launch)]
 
     def finish(self, *others: "Plan") -> None:

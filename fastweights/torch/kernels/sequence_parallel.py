@@ -27,7 +27,9 @@ def sections(B, T, H, K, dtype, spec):
 
 
 def cut(n, slot):
-    """A slot of (B, T, ...) seen as (B * n, T / n, ...): the same memory."""
+    """A slot of (B, T, ...) seen as (B * n, T / n, ...), the same memory: every section becomes a sequence of its
+    own.
+    """
     if slot is None or n == 1:
         return slot
     B, T, *rest = slot.shape
@@ -70,7 +72,10 @@ def chain(B, start, M, N, *, backwards):
 
 
 def before_each(plan, B, q, k, v, beta, log_g, X, state, layout, spec, precision):
-    """A slot of the memory before each section."""
+    """Plan the memory before each section: a slot (B * n, H, K, V).
+
+    One walk of all sections from nothing gives N, one of the identity gives M (delta rule), and PyTorch chains them.
+    """
     N = forward.walk(plan, q, k, v, beta, log_g, X, None, layout, spec, precision, width=v.shape[-1], out=False)[1]
     M = transition(plan, k, beta, log_g, X, layout, precision)
     function = lambda start, M, N: chain(B, start, M, N, backwards=False)  # noqa: E731
@@ -78,7 +83,7 @@ def before_each(plan, B, q, k, v, beta, log_g, X, state, layout, spec, precision
 
 
 def after_each(plan, B, q, k, beta, log_g, X, do, dstate, layout, spec, precision):
-    """A slot of the gradient of the memory after each section."""
+    """Plan the gradient of the memory after each section: a slot (B * n, H, K, V), by a reverse walk from nothing."""
     E = backward.reverse(plan, q, k, beta, log_g, X, do, None, layout, spec, precision, out=False)[1]
     M = transition(plan, k, beta, log_g, X, layout, precision)
     function = lambda end, M, E: chain(B, end, M, E, backwards=True)  # noqa: E731

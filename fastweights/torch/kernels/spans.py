@@ -28,7 +28,12 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, to
           H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
           DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, EVERY: tl.constexpr,
           PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """dq, dbeta, and what a key reads of dk, with its sign turned."""
+    """dq, dbeta, and what a key reads of dk, with its sign turned: sums over the past, chunk after chunk of one span.
+
+    One program: BK key features of one span and head. The memory S [BK, BV] at the span's start is read once and then
+    carried over its EVERY chunks in registers, S += k u. Per chunk it reads u, do, dv and k, and writes dq and its part
+    of dk. beta's gradient is on the diagonal of dv u^T; the program of the first key features writes it.
+    """
     at = tl.program_id(1).to(tl.int64)
     span, head = at // H, at % H
     column = tl.program_id(0) * BK
@@ -70,7 +75,12 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DELTA: tl.constexpr, BEFORE: tl.constexpr, EVERY: tl.constexpr,
             PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """dk: what a key writes, less what `_past` left there."""
+    """dk: what a key writes, less what `_past` left there: sums over the future, chunk after chunk in reverse.
+
+    One program: BK key features of one span and head. The gradient D [BK, BV] of the memory at the span's end is read
+    once and carried backwards, D += q do - k dv. Per chunk it reads u, do, dv, q and k, and writes dk over what `_past`
+    wrote.
+    """
     at = tl.program_id(1).to(tl.int64)
     span, head = at // H, at % H
     column = tl.program_id(0) * BK

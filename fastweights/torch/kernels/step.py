@@ -32,6 +32,11 @@ def _mapped(x, at, f, K: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORM
 def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
           BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr,
           D: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+    """One token of one sequence and head: decay, write, and read.
+
+    One program: BV columns of its memory, all K rows [BK, BV] in registers. It reads them from S0, maps q and k by
+    itself (they are short, and so nothing but the memory counts), and writes the columns to S1, which may be S0, and o.
+    """
     at = tl.program_id(1).to(tl.int64)  # row of (B, H)
     d = tl.arange(0, BK)
     e = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -75,6 +80,7 @@ def _run(inputs, after, spec):
 
 
 def _plan(plan, spec):
+    """Add the one launch to a plan."""
     *slots, after = plan.inputs
     q, k, v, beta, log_decay, _, state = slots
     (B, _, H, D), V = q.shape, v.shape[-1]
@@ -91,22 +97,26 @@ def _plan(plan, spec):
 
 
 def step(inputs: list[Tensor | None], spec: str) -> list[Tensor]:
+    """(o, state after the token), the state in a tensor of its own: the operator fastweights::step."""
     x = Inputs(*inputs)
     after = torch.empty(state_shape(x, of_text(spec)), dtype=torch.float32, device=x.q.device)
     return [_run(x, after, of_text(spec)), after]
 
 
 def step_fake(inputs, spec):
+    """Empty tensors of the same shapes, for compilers."""
     x = Inputs(*inputs)
     after = x.q.new_empty(state_shape(x, of_text(spec)), dtype=torch.float32)
     return [torch.empty_like(x.v, memory_format=torch.contiguous_format), after]
 
 
 def step_(inputs: list[Tensor | None], state: Tensor, spec: str) -> Tensor:
+    """o of the token; the state is overwritten: the operator fastweights::step_."""
     return _run(Inputs(*inputs)._replace(state=state), state, of_text(spec))
 
 
 def step_fake_(inputs, state, spec):
+    """An empty tensor of the shape of o, for compilers."""
     return torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
 
 

@@ -20,9 +20,21 @@ C = 64  # tokens per chunk
 
 @dataclass(frozen=True)
 class Layout:
-    """Either every sequence has T tokens in `per` rows, or the tables, slots of a plan, say where each begins.
+    """Where the tokens of a call are.
 
-    A span is `every` rows of one sequence, at whose ends the memory is kept for the backward pass.
+    Either every sequence has T tokens in `per` rows, or the tables, slots of a plan, say where each begins. A span is
+    `every` rows of one sequence, at whose ends the memory is kept for the backward pass.
+
+    Attributes:
+        sequences, rows, tokens: how many there are in all.
+        room: rows that any packing of these shapes needs at most: what is allocated.
+        whole: no row is cut short.
+        T, per: tokens and rows of each sequence, 0 where packed.
+        every: rows of a span.
+        span_rows, span_room: as rows and room, for spans.
+        of_sequence: (sequences, 4) first token, tokens, first row, first span.
+        of_row: (rows, 2) first token, tokens of the sequence from there on.
+        of_span: (spans, 2) the same.
     """
 
     sequences: int
@@ -41,13 +53,21 @@ class Layout:
 
     @classmethod
     def plain(cls, B, T, every=1):
+        """Of B sequences of T tokens each."""
         per = -(-T // C)
         spans = B * -(-per // every)
         return cls(B, B * per, B * per, B * T, T % C == 0, T, per, every, spans, spans)
 
     @classmethod
     def packed(cls, tables, whole, tokens, every):
-        """tables: slots for `pack`'s tables."""
+        """Of sequences packed into one row.
+
+        Args:
+            tables: slots for `pack`'s tables.
+            whole: whether every row is full.
+            tokens: of all sequences.
+            every: rows of a span.
+        """
         sequences, rows, spans = (x.shape[0] for x in tables)
         rooms = tokens // C + sequences, tokens // (C * every) + sequences
         return cls(sequences, rows, rooms[0], tokens, whole, 0, 0, every, spans, rooms[1], *tables)
@@ -127,7 +147,9 @@ def load_tile(x, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
 @triton.jit
 def store_tile(x, value, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
                C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr = False):  # fmt: skip
-    """The inverse of `load_tile`."""
+    """value [C, B] to x[token : token + C, head, first : first + B], in its dtype, where `load_tile` would not give
+    zero.
+    """
     if TMA:
         x.store([token.to(tl.int32), (head * D + first).to(tl.int32)], value.to(x.dtype))
     else:
@@ -154,7 +176,7 @@ def load_block(x, at, row, column, K: tl.constexpr, V: tl.constexpr,
 @triton.jit
 def store_block(x, value, at, row, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                 wanted=None):  # fmt: skip
-    """The inverse of `load_block`, if wanted."""
+    """value [BK, BV] to x[at, row : row + BK, column : column + BV] of matrices (K, V), in its dtype, if wanted."""
     d = row + tl.arange(0, BK)
     e = column + tl.arange(0, BV)
     mask = (d < K)[:, None] & (e < V)[None, :]
@@ -189,6 +211,7 @@ def solve(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _round(x):
+    """x rounded to the ten bits of TF32, to nearest: 4096 is half of the last bit that is kept."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -217,6 +240,12 @@ def divisor(b):
 def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, tokens,
            H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr,
            BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """beta and the running sums of log_decay of one chunk, from (T, H) to (H, C).
+
+    One program: one row (chunk) and BH heads, which lie side by side in the inputs. A rate of zero becomes one that can
+    be divided by; sums are made in float64. Past the end of a sequence beta is 1e-15 and the decay 0: nothing is
+    written.
+    """
     row = tl.program_id(0).to(tl.int64)  # one program: the rates of one row and BH heads, from (T, H) to (H, C)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     i = tl.arange(0, C)

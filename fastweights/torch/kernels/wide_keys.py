@@ -27,6 +27,13 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
             DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
             PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
             VALUES: tl.constexpr):  # fmt: skip
+    """`forward._forward` for keys too wide for registers: the memory is S itself, in the GPU's cache.
+
+    One program: BV value features of one sequence and head. For every chunk it goes over the K key features twice, BK
+    at a
+    time: first to read the memory (kS, A and o), then, with u known, to write it. A barrier keeps the two apart. S
+    starts as the state and ends as the state after the last token; S_saved gets it before every chunk.
+    """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
@@ -56,6 +63,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
             end = decay(log_end)
+            # the memory has decayed by g when token i reads it
             kS *= decay(log_g_i)[None, :]
         y = u - kS
         if BETA:
@@ -87,6 +95,11 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
             PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """`backward._reverse` for keys too wide for registers: the gradient D of the memory is in the GPU's cache.
+
+    One program: BV value features of one sequence and head, in two passes over the key features of each chunk as above.
+    D starts as the gradient of the state after the last token, and ends as that of the state before the first.
+    """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
