@@ -1,10 +1,25 @@
 """What every framework checks before it computes: shapes, dtypes, offsets and, inside `debug`, values."""
 
+import logging
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 
 from fastweights.core import RULES, FastWeightError, dtype_name
+
+LOG = logging.getLogger("fastweights")
+
+
+def log_method(method, why, inputs, spec):
+    """Say at level DEBUG which method computes a call, and why: `logging.getLogger("fastweights").setLevel("DEBUG")`.
+
+    The line comes with every call, or whenever it is traced where a framework compiles it.
+    """
+    if LOG.isEnabledFor(logging.DEBUG):
+        others = ("beta", "log_decay", "erase", "state", "cu_seqlens", "mask")
+        given = [f"{name} {tuple(x.shape)}" for name in others if (x := getattr(inputs, name)) is not None]
+        shapes = f"q {tuple(inputs.q.shape)} v {tuple(inputs.v.shape)} {dtype_name(inputs.q)}"
+        LOG.debug("fast_weight: %s, %s; %s; %s", method, why, ", ".join([shapes, *given]), spec)
 
 
 def check_method(method, methods):

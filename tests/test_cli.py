@@ -162,6 +162,8 @@ def test_info_as_json(run):
     assert found["versions"]["torch"]
     assert found["cores"] >= 1
     assert found["auto"]["one token, cpu"] == "recurrent"
+    assert found["auto"]["decay per channel, cpu"] == "chunked"
+    assert found["why"]["a sequence, cpu"] == "kernels need a CUDA device, and q is on cpu"
 
 
 def test_info_as_text_without_torch(run, monkeypatch):

@@ -235,3 +235,18 @@ def test_debug_scans_the_values(backend, rng):
         with pytest.raises(FastWeightError, match=r"beta has 3.0 at \(0, 0, 0\); expected rates in \[0, 2\]"):
             backend.run(args | {"k": args["q"], "beta": np.full_like(args["beta"], 3.0)})
         backend.run(problem(rng, T=5))
+
+
+def test_the_log_says_which_method_ran_and_why(backend, rng, caplog):
+    caplog.set_level("DEBUG", logger="fastweights")
+    backend.run(problem(rng, T=1))
+    backend.run(problem(rng, T=3))
+    backend.run(problem(rng, T=3), method="recurrent")
+    lines = [r.getMessage() for r in caplog.records if r.name == "fastweights"]
+    for line, method, why in zip(
+        lines, ("recurrent", "chunked", "recurrent"), ("one token", "", "asked for by name"), strict=True
+    ):
+        assert line.startswith(f"fast_weight: {method}, ")
+        assert why in line
+        assert "float64" in line
+        assert "rule='delta'" in line

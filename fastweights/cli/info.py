@@ -10,7 +10,9 @@ import typer
 def info(
     json: Annotated[bool, typer.Option("--json", help="Print the same facts as JSON.")] = False,
 ) -> None:
-    """Say what is installed here and which method "auto" chooses.
+    """Say what is installed here, which method "auto" chooses, and why.
+
+    A program says the same of every call, in lines of Python's own logging: `logging.basicConfig(level="DEBUG")`.
 
     For example: `fastweights info --json > info.json`
     """
@@ -25,32 +27,48 @@ def info(
         "cores": machine.cores(),
         "gpu": [],
         "auto": {},
+        "why": {},
     }
     if find_spec("torch"):
-        found["gpu"], found["auto"] = machine.gpus(), _choices()
+        choices = _choices()
+        found["gpu"] = machine.gpus()
+        found["auto"] = {call: method for call, (method, _) in choices.items()}
+        found["why"] = {call: why for call, (_, why) in choices.items()}
     if json:
         print(jsonlib.dumps(found, indent=1))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    reasons: dict = found.pop("why")  # type: ignore[assignment]
     for name, value in found.items():
         for part, text in (value if isinstance(value, dict) else {"": value}).items():
             label = f"{name}: {part}" if name == "auto" else part or name
-            table.add_row(label, ", ".join(text) or "none" if isinstance(text, list) else str(text or "not installed"))
+            shown = ", ".join(text) or "none" if isinstance(text, list) else str(text or "not installed")
+            table.add_row(label, f"{shown}: {reasons[part]}" if name == "auto" else shown)
     Console().print(table)
 
 
-def _choices() -> dict[str, str]:
-    """The method "auto" stands for in PyTorch, per device and length."""
+def _choices() -> dict[str, tuple[str, str]]:
+    """(the method "auto" stands for in PyTorch, why) per device and kind of call."""
     import torch
 
-    from fastweights.bench.case import Case, auto
+    from fastweights.core import Inputs, Spec
+    from fastweights.torch.ops import choice
 
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    lengths = {"one token": 1, "a sequence": 2048}
-    return {
-        f"{what}, {device}": auto(Case("delta", (1, T, 4, 64, 64), device))
-        for device in devices
-        for what, T in lengths.items()
-    }
+    found: dict[str, tuple[str, str]] = {}
+    for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+        token, x, wide = (
+            torch.empty(1, T, 4, 64, device=device, dtype=dtype)
+            for T, dtype in ((1, torch.float32), (128, torch.float32), (128, torch.float64))
+        )
+        calls = {
+            "one token": Inputs(token, token, token),
+            "a sequence": Inputs(x, x, x),
+            "decay per channel": Inputs(x, x, x, log_decay=x),
+            "erase key": Inputs(x, x, x, erase=x),
+            "float64": Inputs(wide, wide, wide),
+        }
+        for what, inputs in calls.items():
+            found[f"{what}, {device}"] = choice(inputs, Spec(), learning=inputs.q is not token)
+    return found

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fastweights import core
-from fastweights.checks import check, check_method, check_offsets, check_values, debugging
+from fastweights.checks import check, check_method, check_offsets, check_values, debugging, log_method
 from fastweights.core import ARRAYS, TOKENS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 from fastweights.literals import Method, Norm, Read, Rule
@@ -100,11 +100,13 @@ def fast_weight(
         check_offsets(offsets.tolist(), T)
     if debugging():
         _check_values(inputs)
-    refused = core.refuses_chunks(spec)
+    refused, why = core.refuses_chunks(spec), "asked for by name"
     if method == "auto":
         method = "recurrent" if T == 1 or refused else "chunked"
+        why = "there is one token" if T == 1 else f"chunked {refused}" if refused else "there are several tokens"
     elif method == "chunked" and refused:
         raise FastWeightError(f"method='chunked' {refused}")
+    log_method(method, why, inputs, spec)
     C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, max(writes * T, 1))
     return _fast_weight(inputs, spec._replace(chunk_size=C), method == "recurrent")
 

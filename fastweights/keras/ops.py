@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from fastweights import core
-from fastweights.checks import check, check_method, check_offsets, check_values, debugging
+from fastweights.checks import check, check_method, check_offsets, check_values, debugging, log_method
 from fastweights.core import ARRAYS, TOKENS, Chunk, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
 from fastweights.literals import Method, Norm, Read, Rule
@@ -105,11 +105,13 @@ def fast_weight(
         check_offsets(offsets.tolist(), T)
     if debugging():
         _check_values(inputs)
-    refused = core.refuses_chunks(spec)
+    refused, why = core.refuses_chunks(spec), "asked for by name"
     if method == "auto":
         method = "recurrent" if T == 1 or refused else "chunked"
+        why = "there is one token" if T == 1 else f"chunked {refused}" if refused else "there are several tokens"
     elif method == "chunked" and refused:
         raise FastWeightError(f"method='chunked' {refused}")
+    log_method(method, why, inputs, spec)
     C = chunk_size or CHUNK_SIZE
     C = 1 if method == "recurrent" else min(C, writes * T if T else C)
     return _fast_weight(inputs, spec._replace(chunk_size=C), recurrent=method == "recurrent")

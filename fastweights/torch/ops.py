@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.checks import check, check_method, check_values, debugging
+from fastweights.checks import check, check_method, check_values, debugging, log_method
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec, expand_writes, gather_reads
 from fastweights.features import parse, parse_fixed
 from fastweights.literals import Method, Norm, Read, Rule
@@ -132,6 +132,8 @@ def fast_weight(
         inputs, _ = expand_writes(inputs, call.asked, torch)
     if mask is not None:
         inputs = _masked(inputs)
+    if not torch.compiler.is_compiling():
+        log_method(call.method, call.why, inputs, call.asked)
     if not torch.compiler.is_compiling() and debugging():
         scanned = zip(inputs._fields, inputs[:ARRAYS], strict=False)
         check_values({n: x.detach().double().cpu().numpy() for n, x in scanned if x is not None})
@@ -151,6 +153,8 @@ class _Call(NamedTuple):
     run: Callable[[Inputs, Spec, bool], tuple[Tensor, Tensor]]
     maps_first: bool  # q and k are mapped before the method sees them
     width: int  # of the features
+    method: str
+    why: str
 
 
 _calls: dict[tuple, _Call] = {}
@@ -180,7 +184,9 @@ def _decide(inputs, rule, read, features, norm, writes, method, chunk_size):
     check_method(method, METHODS)
     check(inputs, spec, width=phi.width)
     _check_devices(inputs)
-    name = choose(inputs, spec, learning=needs_gradient(inputs)) if method == "auto" else method
+    name, why = method, "asked for by name"
+    if method == "auto":
+        name, why = choice(inputs, spec, learning=needs_gradient(inputs))
     if name == "kernel" and not HAS_TRITON:
         raise FastWeightError('method="kernel" needs Triton, which is not installed; pip install triton')
     module = module_of(name)
@@ -191,21 +197,35 @@ def _decide(inputs, rule, read, features, norm, writes, method, chunk_size):
         spec = spec._replace(chunk_size=None)  # kernels have chunks of their own
     if maps_first:
         spec = spec.without_maps()
-    return _Call(asked, spec._replace(writes=1), module.run, maps_first, phi.width(inputs.q.shape[-1]))
+    return _Call(asked, spec._replace(writes=1), module.run, maps_first, phi.width(inputs.q.shape[-1]), name, why)
 
 
-def choose(inputs: Inputs, spec: Spec, *, learning: bool = True) -> Method:
-    """The method "auto" stands for: the first of kernel, chunked and recurrent that does not refuse.
+def choice(inputs: Inputs, spec: Spec, *, learning: bool = True) -> tuple[Method, str]:
+    """(the method "auto" stands for, why): the first of kernel, chunked and recurrent that does not refuse.
 
     learning: whether gradients will be asked for. One token is recurrent, unless a kernel can do it in one launch.
     """
     one = inputs.q.shape[1] == 1
-    kernel = inputs.q.is_cuda and HAS_TRITON and not (one and learning)
-    if kernel and not module_of("kernel").refuses(inputs, spec):
-        return "kernel"
-    if one or module_of("chunked").refuses(inputs, spec):
-        return "recurrent"
-    return "chunked"
+    if not inputs.q.is_cuda:
+        without = f"kernels need a CUDA device, and q is on {inputs.q.device}"
+    elif not HAS_TRITON:
+        without = "kernels need Triton, which is not installed"
+    elif one and learning:
+        without = "the kernel of one token has no gradients"
+    elif reason := module_of("kernel").refuses(inputs, spec):
+        without = f"the kernel {reason}"
+    else:
+        return "kernel", "the fastest on a GPU with Triton"
+    if one:
+        return "recurrent", f"there is one token; {without}"
+    if reason := module_of("chunked").refuses(inputs, spec):
+        return "recurrent", f"the chunked method {reason}; {without}"
+    return "chunked", without
+
+
+def choose(inputs: Inputs, spec: Spec, *, learning: bool = True) -> Method:
+    """The method "auto" stands for; `choice` says why."""
+    return choice(inputs, spec, learning=learning)[0]
 
 
 def _masked(inputs):
