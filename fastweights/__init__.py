@@ -5,5 +5,6 @@ Import the framework you use: `import fastweights.torch as fw`, `fastweights.jax
 
 from fastweights.checks import debug as debug
 from fastweights.core import FastWeightError as FastWeightError
+from fastweights.core import FastWeightWarning as FastWeightWarning
 
 __version__ = "0.1.0"

@@ -30,6 +30,10 @@ class FastWeightError(ValueError):
     """
 
 
+class FastWeightWarning(UserWarning):
+    """Something was not as it should be, and how it went on: a damaged file, for one, and what was used instead."""
+
+
 class Inputs(NamedTuple):
     """The arrays of a call, None where absent. Gradients of a call are an Inputs too, None where there is none.
 

@@ -1,24 +1,36 @@
-"""Files and folders that are whole or absent: written under a temporary name, then renamed."""
+"""Files and folders that are whole or absent, written under a temporary name and renamed; checksums tell of damage.
 
+A safetensors file carries the SHA-256 of its tensors and metadata in its metadata, a JSON file that of its other keys
+in the key "sha256". A file from before there were checksums is read without.
+"""
+
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.core import FastWeightError
+from fastweights.core import FastWeightError, FastWeightWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+CHECKSUM = "sha256"  # name of the entry that holds it
+BEFORE = {"kind", "fingerprint", "last", "count", "step", "about", "format"}  # metadata of files without a checksum
+STALE = 60  # seconds after which what a killed process left half written is removed
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, previous: Path | None = None) -> Iterator[Path]:
     """A temporary path to write a file or a folder to; it becomes `path` when the block ends without an error.
 
-    What was there before stays until then, and after an error.
+    What was there before stays until then, and after an error.  previous: what it is called afterwards; gone when
+    absent.
 
     >>> path = Path("notes.txt")
     >>> with replacing(path) as temporary:
@@ -29,14 +41,15 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
         yield temporary
-        if temporary.is_file():
-            mask = os.umask(0)  # the only way to learn it
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)  # safetensors makes files that others may not read
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
+        for file in [temporary, *temporary.rglob("*")]:
+            if file.is_file():
+                _make_lasting(file)
+        if previous is not None and path.exists():
+            os.replace(path, previous)
         os.replace(temporary, path)
+        _sync(path.parent)
     except OSError as error:
         kept = "what was there is intact" if path.exists() else "nothing was kept"
         raise FastWeightError(f"cannot write {path}: {error.strerror or error}; {kept}") from None
@@ -44,7 +57,46 @@ def replacing(path: Path) -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _make_lasting(file: Path) -> None:
+    """Readable as the user's other files are, and on the disk."""
+    mask = os.umask(0)  # the only way to learn it
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)  # safetensors makes files that others may not read
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir() and os.name != "posix":
+        return  # only there has a folder to be told
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what processes that were killed while they wrote `path` have left."""
+    for left in path.parent.glob(f".{path.stem}.*.part{path.suffix}"):
+        number = left.name.removeprefix(f".{path.stem}.").partition(".")[0]
+        with suppress(OSError):
+            newest = max(p.stat().st_mtime for p in [left, *left.rglob("*")])
+            if number.isdigit() and not _runs(int(number)) and time.time() - newest > STALE:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def write_text(path: Path, content: str) -> None:
@@ -58,39 +110,113 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", about: dict[str, str]) -> None:
-    """A safetensors file with `about` as its metadata, whole or absent. Tensors of any device become copies on the
-    CPU.
+def write_checked_json(path: Path, content: dict[str, Any]) -> None:
+    """The same with a checksum, which `read_json` compares."""
+    plain = json.loads(json.dumps(content))
+    write_json(path, plain | {CHECKSUM: _of_json(plain)})
+
+
+def checksum(parts: "Iterable[bytes | memoryview]") -> str:
+    """SHA-256 of the parts, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def checksum_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _of_json(content: object) -> str:
+    return checksum([json.dumps(content, sort_keys=True).encode()])
+
+
+def _of_tensors(tensors: "Mapping[str, Tensor]", about: dict[str, str]) -> str:
+    import torch
+
+    def parts() -> "Iterator[bytes | memoryview]":
+        yield json.dumps(about, sort_keys=True).encode()
+        for name, x in sorted(tensors.items()):
+            yield f"\n{name} {x.dtype} {tuple(x.shape)} ".encode()
+            if x.numel():
+                yield x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
+
+    return checksum(parts())
+
+
+def write_tensors(
+    path: Path, tensors: "Mapping[str, Tensor]", about: dict[str, str], previous: Path | None = None
+) -> None:
+    """A safetensors file with `about` and a checksum as its metadata, whole or absent. Tensors of any device become
+    copies on the CPU.  previous: as of `replacing`.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     whole = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    with replacing(path) as temporary:
+    with replacing(path, previous) as temporary:
         try:
-            save_file(whole, temporary, about)
+            save_file(whole, temporary, about | {CHECKSUM: _of_tensors(whole, about)})
         except SafetensorError as error:
             raise OSError(str(error)) from None
 
 
 def read_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    """The tensors and the metadata of a safetensors file; FastWeightError says whether it is missing or damaged."""
+    """The tensors and the metadata of a safetensors file that `write_tensors` wrote; raises if it is not as written."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise FastWeightError(f"{path} does not exist; expected a safetensors file")
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+            # copies: what is mapped would change with the file, and kill the process if it were cut
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            about = file.metadata() or {}
+    except (SafetensorError, OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
         raise FastWeightError(f"{path} cannot be read: {error}; expected a complete safetensors file") from None
+    written = about.pop(CHECKSUM, None)
+    if written is None and set(about) <= BEFORE:
+        return tensors, about
+    if written != _of_tensors(tensors, about):
+        raise FastWeightError(
+            f"{path} is damaged: its checksum is not that of its content; expected the file as it was written"
+        )
+    return tensors, about
+
+
+def read_first_whole(paths: "Sequence[Path]") -> "tuple[dict[str, Tensor], dict[str, str], Path]":
+    """(tensors, metadata, path) of the first of these files that is whole; warns of those that are damaged."""
+    damaged: list[str] = []
+    for path in paths:
+        try:
+            tensors, metadata = read_tensors(path)
+        except FastWeightError as error:
+            damaged.append(str(error))
+            continue
+        for line in damaged:
+            warnings.warn(f"{line}. {path.name} is used instead", FastWeightWarning, stacklevel=3)
+        return tensors, metadata, path
+    raise FastWeightError("; ".join(damaged))
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
     """The object in a JSON file.  why: what was expected, for the message when there is none."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FastWeightError(f"{path} does not exist; expected {why}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise FastWeightError(f"{path} cannot be read: {error.strerror}; expected {why}") from None
+    except (ValueError, RecursionError) as error:
         raise FastWeightError(f"{path} is not JSON ({error}); expected {why}") from None
+    if not isinstance(content, dict):
+        raise FastWeightError(f"{path} holds a {type(content).__name__}; expected {why}")
+    written = content.pop(CHECKSUM, None)
+    if written is not None and written != _of_json(content):
+        raise FastWeightError(
+            f"{path} is damaged or was edited: its checksum is not that of its content; expected {why}. "
+            f'To keep an edit, delete its line "{CHECKSUM}"'
+        )
+    return content

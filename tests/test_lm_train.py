@@ -182,16 +182,13 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
 def test_a_run_that_is_not_there_or_half_written(go, tmp_path):
     with pytest.raises(FastWeightError, match="does not exist; expected a folder that `fastweights train` made"):
         run_folder.load(tmp_path / "none")
-    go("run", steps=2)
+    go("run", steps=2, eval_every=1)
     with pytest.raises(FastWeightError, match="exists; expected a new folder, or --resume"):
         go("run", steps=2)
     run = tmp_path / "run"
-    content = (run / run_folder.BEST).read_bytes()
-    (run / run_folder.BEST).write_bytes(content[: len(content) // 2])
-    with pytest.raises(FastWeightError, match=r"cannot be read: .*; expected a complete safetensors file"):
-        run_folder.load(run)
     (run / run_folder.BEST).unlink()
     (run / run_folder.LAST).unlink()
+    (run / run_folder.PREVIOUS).unlink()
     with pytest.raises(FastWeightError, match="has no checkpoint yet"):
         run_folder.load(run)
     with pytest.raises(FastWeightError, match="expected a run that saved a checkpoint to resume"):
@@ -240,6 +237,7 @@ def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parall
     assert losses() == pytest.approx(wanted, rel=1e-4)
     about = json.loads((run / run_folder.CONFIG).read_text())
     about["config"]["steps"] = 8
+    del about["sha256"]  # an edit
     (run / run_folder.CONFIG).write_text(json.dumps(about))
     two_processes(config, run, True, tmp_path / "cache")
     assert losses()[:6] == pytest.approx(wanted, rel=1e-4)

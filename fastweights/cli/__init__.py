@@ -5,6 +5,7 @@ functions, so that `fastweights --help` answers at once.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from inspect import getdoc
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import fastweights
 from fastweights.cli import bench, demo, huggingface, info, language_model, reproduce
-from fastweights.core import FastWeightError
+from fastweights.core import FastWeightError, FastWeightWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
@@ -62,6 +63,7 @@ What to do next:
 
 def main() -> None:
     """Run the program. Mistakes in what was asked for are one red line and exit code 2; bugs keep their traceback."""
+    warnings.showwarning = _warn  # type: ignore[assignment]
     try:
         app(prog_name="fastweights")
     except ValueError as error:
@@ -77,6 +79,18 @@ def _ours(error: ValueError) -> bool:
         trace = trace.tb_next
     raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
     return isinstance(error, FastWeightError) or raised_in.partition(".")[0] == "fastweights"
+
+
+_plainly = warnings.showwarning
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Our own warnings are one yellow line."""
+    if not issubclass(category, FastWeightWarning):
+        _plainly(message, category, *where)
+        return
+    console = Console(stderr=True)
+    console.print(f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -80,6 +80,7 @@ def train(
     compile: Annotated[bool | None, _field("compile", MACHINE)] = None,
     checkpointing: Annotated[bool | None, _field("checkpointing", MACHINE)] = None,
     parallel: Annotated[str | None, _field("parallel", MACHINE)] = None,
+    patience: Annotated[float | None, _field("patience", MACHINE)] = None,
 ) -> None:
     """Train a language model. Without options: on the Python standard library, in minutes on a laptop.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_json, read_tensors, write_json, write_tensors
+from fastweights.files import read_json, read_tensors, write_checked_json, write_tensors
 from fastweights.hf.cache import memory_of
 from fastweights.hf.inputs import real_tokens
 from fastweights.hf.residual import HeadSettings, HeadState, ResidualHead
@@ -324,7 +324,7 @@ def save_attached(model: nn.Module, folder: str | Path) -> None:
     cache = None if hooks.cache is None else hooks.cache.to_dict()
     about = dict(kind=KIND, head=head.settings.to_dict(), cache=cache, model=_identity(model))
     write_tensors(Path(folder) / WEIGHTS, dict(head.state_dict()), dict(kind=KIND))
-    write_json(Path(folder) / CONFIG, about)
+    write_checked_json(Path(folder) / CONFIG, about)
 
 
 def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
@@ -351,15 +351,36 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
     if about.get("kind") != KIND:
         raise FastWeightError(f"{folder / CONFIG} is {about.get('kind', 'no head')!r}; expected {KIND!r}: a file that "
                               "`fastweights hf adapt` wrote")  # fmt: skip
-    mine = _identity(model)
-    for name, value in about["model"].items():
-        if mine[name] != value:
-            raise FastWeightError(f"{folder} is a head for {name} {value}; expected {mine[name]}: that of this model")
-    arguments = {name: value for name, value in about["head"].items() if name != "width"}
+    mine, parts = _identity(model), [about.get(name) for name in ("model", "head", "cache")]
+    if not all(isinstance(part, dict) for part in parts[:2]) or not isinstance(parts[2], (dict, type(None))):
+        raise FastWeightError(
+            f"{folder / CONFIG} does not say what it is for; expected a file of `fastweights hf adapt`"
+        )
+    for name, value in mine.items():
+        if about["model"].get(name) != value:
+            got = about["model"].get(name)
+            raise FastWeightError(f"{folder} is a head for {name} {got}; expected {value}: that of this model")
     tensors, _ = read_tensors(folder / WEIGHTS)
-    head = attach(model, cache=False if about["cache"] is None else NeuralCache(**about["cache"]), **arguments)
+    try:
+        settings = HeadSettings(**about["head"])
+        cache = False if about["cache"] is None else NeuralCache(**about["cache"])
+    except TypeError as error:
+        raise FastWeightError(f"{folder / CONFIG}: {error}; expected the settings of a head and its cache") from None
+    check_shapes(settings, tensors, folder / WEIGHTS)
+    arguments = {name: value for name, value in settings.to_dict().items() if name != "width"}
+    head = attach(model, cache=cache, **arguments)
     head.load_state_dict(tensors)
     return head
+
+
+def check_shapes(settings: HeadSettings, tensors: dict[str, Tensor], file: Path) -> None:
+    """Raise unless these are the weights of a head with these settings; nothing is allocated to find out."""
+    wanted = {name: x.shape for name, x in ResidualHead(settings, device="meta").state_dict().items()}
+    got = {name: x.shape for name, x in tensors.items()}
+    for name in sorted(wanted.keys() | got.keys()):
+        if got.get(name) != wanted.get(name):
+            found, expected = (tuple(x[name]) if name in x else "none" for x in (got, wanted))
+            raise FastWeightError(f"{name} of {file} has shape {found}; expected {expected}, as {CONFIG} says")
 
 
 def _identity(model: Any) -> dict[str, Any]:

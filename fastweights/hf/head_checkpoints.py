@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_json, read_tensors, write_json, write_tensors
+from fastweights.files import read_first_whole, read_json, write_checked_json, write_tensors
 from fastweights.hf.attach import save_attached
 from fastweights.hf.head_training import HeadTrainer
 
-PROGRESS, OPTIMIZER = "adapt.json", "adapt.safetensors"
+PROGRESS, OPTIMIZER, PREVIOUS = "adapt.json", "adapt.safetensors", "adapt.previous.safetensors"
+HEAD = "head."  # before the names of its weights
 
 
 def check_new(folder: Path) -> None:
@@ -28,19 +29,33 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def save(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
-    """Write the head, the optimiser's moments and the progress; each file is whole or absent."""
+    """The head for use, and one file to go on from: head, optimiser and step together. The one before is kept."""
     save_attached(trainer.model, folder)
     slots = trainer.optimizer.state_dict()["state"]
     tensors = {f"{i}.{name}": torch.as_tensor(x) for i, values in slots.items() for name, x in values.items()}
-    write_tensors(folder / OPTIMIZER, tensors, dict(step=str(trainer.at)))
-    write_json(folder / PROGRESS, about | dict(step=trainer.at, how=asdict(trainer.how)))
+    tensors |= {f"{HEAD}{name}": x for name, x in trainer.head.state_dict().items()}
+    write_checked_json(folder / PROGRESS, about | dict(step=trainer.at, how=asdict(trainer.how)))
+    write_tensors(folder / OPTIMIZER, tensors, dict(step=str(trainer.at)), folder / PREVIOUS)
 
 
 def restore(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
-    """The optimiser and the place in the documents; what the head knew of them is forgotten."""
-    trainer.skip(about["step"])
+    """The head, the optimiser and the place in the documents; what the head knew of them is forgotten."""
+    there = [folder / name for name in (OPTIMIZER, PREVIOUS) if (folder / name).exists()]
+    if not there:
+        raise FastWeightError(f"{folder} has no {OPTIMIZER}; expected a folder that `fastweights hf adapt` began")
+    tensors, metadata, path = read_first_whole(there)
+    shapes = {name: x.shape for name, x in trainer.head.state_dict().items()}
+    head = {name.removeprefix(HEAD): x for name, x in tensors.items() if name.startswith(HEAD)}
+    step = metadata.get("step", "")
+    if not step.isdecimal() or (head and {name: x.shape for name, x in head.items()} != shapes):
+        raise FastWeightError(f"{path} is of another head; expected the one that `fastweights hf adapt` began")
+    if head:  # a file from before holds the optimiser alone
+        trainer.head.load_state_dict(head)
+    trainer.skip(int(step))
+    about["history"] = [line for line in about["history"] if line["step"] <= int(step)]
     slots: dict[int, dict[str, torch.Tensor]] = {}
-    for name, x in read_tensors(folder / OPTIMIZER)[0].items():
+    for name, x in tensors.items():
         i, _, slot = name.partition(".")
-        slots.setdefault(int(i), {})[slot] = x
+        if i.isdecimal():
+            slots.setdefault(int(i), {})[slot] = x
     trainer.optimizer.load_state_dict(trainer.optimizer.state_dict() | dict(state=slots))

@@ -57,7 +57,7 @@ class HeadSettings:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected a whole number, 1 or more")
         for name in ("step_size", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not isinstance(getattr(self, name), (int, float)) or not 0 < getattr(self, name) < math.inf:
                 raise FastWeightError(f"{name} is {getattr(self, name)}; expected a positive number")
 
     def to_dict(self) -> dict[str, Any]:

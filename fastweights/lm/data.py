@@ -7,6 +7,8 @@ step sees is a function of the seed and the step alone, so a run can go on from 
 import hashlib
 import json
 import os
+import shutil
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from fastweights.core import FastWeightError
-from fastweights.files import replacing
+from fastweights.core import FastWeightError, FastWeightWarning
+from fastweights.files import checksum, checksum_of_file, read_json, replacing, write_checked_json
 from fastweights.text import corpus, tokenizer
 from fastweights.text.corpus import SPLITS
 
 Tokenizer = tokenizer.Bytes | tokenizer.Subwords
 
-VERSION = 1  # of the files below
-INDEX = "index.json"  # where each split's documents begin; a folder that has it is complete
+VERSION = 2  # of the files below
+INDEX = "index.json"  # where each split's documents begin, and checksums; a folder that has it is complete
+MAPPED = 2**28  # bytes of tokens beyond which they stay on the disk
 
 
 def cache_folder() -> Path:
@@ -69,7 +72,7 @@ class Corpus:
 
 
 def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
-    """The encoded corpus, from the cache folder when it is there.
+    """The encoded corpus, from the cache folder when it is there and whole.
 
     Args:
         data: as `corpus.documents` takes it.
@@ -77,15 +80,43 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
         cache: folder for encoded corpora; `cache_folder()` when absent.
 
     The folder's name is a hash of the corpus (names, sizes and times of its files) and the tokenizer, so that a corpus
-    which has changed is encoded anew.
+    which has changed is encoded anew. So is one that is damaged, with a warning.
     """
     is_file = tokens != "bytes" and not tokens.startswith("bpe:") and Path(tokens).is_file()
-    kind = hashlib.sha256(Path(tokens).read_bytes()).hexdigest() if is_file else tokens
+    kind = checksum_of_file(Path(tokens)) if is_file else tokens
     key = hashlib.sha256(json.dumps([VERSION, corpus.identity(data), kind]).encode()).hexdigest()[:16]
     folder = (cache or cache_folder()) / key
-    if not (folder / INDEX).exists():
-        _encode(data, tokens, folder)
+    if (folder / INDEX).exists():
+        try:
+            return open_folder(folder)
+        except FastWeightError as error:
+            warnings.warn(f"{error}. It is made again from {data}", FastWeightWarning, stacklevel=2)
+    shutil.rmtree(folder, ignore_errors=True)
+    _encode(data, tokens, folder)
     return open_folder(folder)
+
+
+def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = None) -> Corpus:
+    """The corpus that a run began with, encoded in `folder`; made again from its data where it is gone or damaged."""
+    damage = f"{folder} is gone"
+    if (folder / INDEX).exists():
+        try:
+            return open_folder(folder)
+        except FastWeightError as error:
+            damage = str(error)
+    try:
+        found = prepare(data, tokens, cache)
+    except FastWeightError as error:
+        raise FastWeightError(
+            f"{damage}, and {error}; the checkpoint is intact, and goes on once the data is back"
+        ) from None
+    if found.folder.name != folder.name:
+        warnings.warn(
+            f"{damage}, and {data} has changed since this run began: it goes on with other text",
+            FastWeightWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 def _encode(data: str, tokens: str, folder: Path) -> None:
@@ -97,7 +128,7 @@ def _encode(data: str, tokens: str, folder: Path) -> None:
             temporary.mkdir()
             with_tokens.save(temporary)
             index = {name: _write(temporary / f"{name}.bin", parts[name], with_tokens) for name in SPLITS}
-            (temporary / INDEX).write_text(json.dumps(index))
+            write_checked_json(temporary / INDEX, dict(tokenizer=with_tokens.name, splits=index))
     except FastWeightError:
         if not (folder / INDEX).exists():  # no other process was quicker
             raise
@@ -114,17 +145,44 @@ def _write(path: Path, found: Iterable[corpus.Document], with_tokens: Tokenizer)
             at.append(at[-1] + len(encoded))
             names.append(d.name)
             sizes.append(len(d.data))
-    return dict(dtype=dtype, at=at, names=names, bytes=sizes)
+    return dict(dtype=dtype, at=at, names=names, bytes=sizes, tokens_sha256=checksum_of_file(path))
 
 
 def open_folder(folder: Path) -> Corpus:
-    """The corpus in a folder; tokens stay on disk and are read where they are needed."""
-    splits = {}
-    for name, i in json.loads((folder / INDEX).read_text()).items():
-        path = folder / f"{name}.bin"
-        tokens = np.memmap(path, i["dtype"], "r") if path.stat().st_size else np.zeros(0, i["dtype"])
-        splits[name] = Split(tokens, np.array(i["at"]), i["names"], np.array(i["bytes"]))
-    return Corpus(splits, tokenizer.load(folder), folder)
+    """The corpus in a folder that `prepare` made; raises FastWeightError where it is not as it was written."""
+    why = "a folder that `fastweights train` made of its documents"
+    index = read_json(folder / INDEX, why)
+    try:
+        splits = {name: _open(folder / f"{name}.bin", index["splits"][name]) for name in SPLITS}
+        wanted = str(index["tokenizer"])
+    except (KeyError, TypeError, ValueError, OSError, OverflowError) as error:
+        raise FastWeightError(
+            f"{folder / INDEX} is damaged ({type(error).__name__}: {error}); expected {why}"
+        ) from None
+    found = tokenizer.load(folder)
+    if found.name != wanted:
+        raise FastWeightError(f"{folder / tokenizer.FILE} is {found.name}; expected {wanted}: it is missing or damaged")
+    return Corpus(splits, found, folder)
+
+
+def _open(path: Path, about: dict[str, Any]) -> Split:
+    """A split, whose tokens are read; those of a large one stay on the disk."""
+    dtype, at, sizes = str(about["dtype"]), np.array(about["at"], np.int64), np.array(about["bytes"], np.int64)
+    names = [str(name) for name in about["names"]]
+    if dtype not in ("uint16", "uint32") or at.ndim != 1 or at[0] != 0 or (np.diff(at) < 0).any():
+        raise ValueError("documents do not follow one another")
+    size = path.stat().st_size
+    if not len(names) == len(sizes) == len(at) - 1 or size != at[-1] * np.dtype(dtype).itemsize:
+        raise FastWeightError(f"{path} has {size} bytes; expected {at[-1] * np.dtype(dtype).itemsize}: it is damaged")
+    tokens: np.ndarray
+    if size > MAPPED:
+        tokens, found = np.memmap(path, dtype, "r"), checksum_of_file(path)
+    else:
+        content = path.read_bytes()
+        tokens, found = np.frombuffer(content, dtype), checksum([content])
+    if found != about["tokens_sha256"]:
+        raise FastWeightError(f"{path} is damaged: its checksum is not that of its content; expected it as written")
+    return Split(tokens, at, names, sizes)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -47,7 +48,10 @@ class Log:
         self.board = _board(run, start) if write else None
 
     def __enter__(self) -> "Log":
-        self.file = open(self.path if self.write else os.devnull, "a")
+        try:
+            self.file = open(self.path if self.write else os.devnull, "a")
+        except OSError as error:
+            raise FastWeightError(f"cannot write {self.path}: {error.strerror}") from None
         if self.console.is_terminal:
             self.progress.start()
         return self
@@ -57,9 +61,11 @@ class Log:
     ) -> None:
         if self.console.is_terminal:
             self.progress.stop()
-        self.file.close()
+        with suppress(OSError):  # a full disk was said when the line was written
+            self.file.close()
         if self.board is not None:
-            self.board.close()
+            with suppress(OSError):
+                self.board.close()
 
     def bits(self, loss: float) -> float:
         """Bits per byte for nats per token."""
@@ -86,12 +92,14 @@ class Log:
         try:
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
+            if self.board is not None:
+                for name, x in values.items():
+                    if name != "step":
+                        self.board.add_scalar(name, x, values["step"])
         except OSError as error:
-            raise FastWeightError(f"cannot write {self.path}: {error.strerror}") from None
-        if self.board is not None:
-            for name, x in values.items():
-                if name != "step":
-                    self.board.add_scalar(name, x, values["step"])
+            raise FastWeightError(
+                f"cannot write {self.path}: {error.strerror}; the last checkpoint is intact, --resume goes on from it"
+            ) from None
         if "valid_bits_per_byte" in values:
             self.console.print(
                 f"step {values['step']:>6}   train {values['bits_per_byte']:.3f}   valid "
@@ -101,12 +109,26 @@ class Log:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Forget what an interrupted run logged after its last checkpoint."""
+    """Forget what an interrupted run logged after its last checkpoint, and lines that are damaged."""
     if path.exists():
-        lines = [
-            line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step
-        ]
+        lines = [line for line, values in _lines(path) if values["step"] <= step]
         write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def passed_a_checkpoint(path: Path) -> bool:
+    """Whether a run has saved a checkpoint: a second validation comes after the first one's."""
+    return path.exists() and sum("valid_loss" in values for _, values in _lines(path)) > 1
+
+
+def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The whole lines of a log, and what they say."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                found.append((line, values))
+    return found
 
 
 def _board(run: Path, start: int) -> Any:

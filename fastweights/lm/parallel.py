@@ -2,13 +2,18 @@
 
     torchrun --nproc-per-node 2 -m fastweights train runs/two --parallel ddp
 
-A step of N processes with batch B is the step of one process with batch N B, to rounding.
+A step of N processes with batch B is the step of one process with batch N B, to rounding. With `--max-restarts 3`
+torchrun starts all processes again when one dies; they go on from the last checkpoint.
 """
 
 import os
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,14 +41,16 @@ class Ranks:
     device: str = "cpu"
     parallel: str = "none"
     joined: bool = False  # here, rather than by whoever called
+    minutes: float = 30.0  # to wait for the others
 
     @classmethod
-    def start(cls, parallel: str, device: str) -> "Ranks":
+    def start(cls, parallel: str, device: str, minutes: float = 30.0) -> "Ranks":
         """Join the processes that torchrun started; one process when there is no torchrun.
 
         Args:
             parallel: "none", "ddp" or "fsdp"; "none" under torchrun is an error, and the others without it.
             device: "cpu" or "cuda"; each process then takes the GPU of its own rank.
+            minutes: how long a process waits for the others before it gives them up as lost.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world > 1 and parallel == "none":
@@ -60,8 +67,8 @@ class Ranks:
             torch.cuda.set_device(device)
         joins = not dist.is_initialized()
         if joins:
-            dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(minutes=30))
-        return cls(dist.get_rank(), world, device, parallel, joins)
+            dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(minutes=minutes))
+        return cls(dist.get_rank(), world, device, parallel, joins, minutes)
 
     def end(self) -> None:
         """Part from the others, once all have come so far: a process that just ended might die of its threads."""
@@ -118,6 +125,27 @@ class Ranks:
     def mine(self, states: list) -> list:
         """This process's share of what `gather` gave."""
         return states[self.rank :: self.world]
+
+
+def restarted() -> bool:
+    """Whether torchrun has lost a worker and started all of them again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@contextmanager
+def said_when_others_are_lost(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Say in a line what it means that another process has died or hangs: torch has no error class for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = re.search(r"gloo|nccl|connection|timed? ?out|peer|socket|store", str(error), re.I)
+        if ranks.parallel == "none" or not lost:
+            raise
+        raise FastWeightError(
+            f"process {ranks.rank} of {ranks.world} lost the others ({str(error).splitlines()[0][:200]}); expected all "
+            f"to answer within {ranks.minutes:g} minutes. The last checkpoint of {run} is intact: start the processes "
+            "again with --resume, or let torchrun do so (--max-restarts)"
+        ) from error
 
 
 def whole(x: Tensor) -> Tensor:

@@ -30,10 +30,7 @@ def read_file(model: LanguageModel, path: Path) -> Text:
 def corpus_of(run: Path) -> data.Corpus:
     """The encoded corpus that a run was trained on."""
     config, about = run_folder.read_config(run)
-    encoded = Path(about.get("corpus", ""))
-    if (encoded / data.INDEX).exists():
-        return data.open_folder(encoded)
-    return data.prepare(config.data, config.tokenizer)
+    return data.prepare_again(Path(str(about.get("corpus", ""))), config.data, config.tokenizer)
 
 
 def held_out(run: Path, model: LanguageModel, min_bytes: int, limit: int) -> list[Text]:

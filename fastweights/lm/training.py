@@ -14,10 +14,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.lm import checkpoints
-from fastweights.lm.data import Batches, Corpus, prepare
-from fastweights.lm.log import Log
-from fastweights.lm.parallel import Ranks
+from fastweights.lm import checkpoints, log
+from fastweights.lm.data import Batches, Corpus, prepare, prepare_again
+from fastweights.lm.parallel import Ranks, restarted, said_when_others_are_lost
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
@@ -68,17 +67,18 @@ def train(
     Args:
         config: what to train, on what and for how long.
         run: folder to make: configuration, tokenizer, weights, log. It must not exist, unless `resume` is set.
-        resume: go on with the run that is there, with its own configuration.
+        resume: go on with the run that is there, with its own configuration. A worker that torchrun starts again does.
         console: where progress is shown; nowhere when absent.
         cache: folder for tokenised documents; the user's cache folder when absent.
     """
     run = Path(run)
-    config = _claim(run, config, resume)
-    ranks = Ranks.start(config.parallel, pick_device(config.device))
-    if ranks.first:
-        prepare(config.data, config.tokenizer, cache)
-    ranks.wait()
-    corpus = prepare(config.data, config.tokenizer, cache)
+    config, encoded = _claim(run, config, resume)
+    resume = encoded is not None and checkpoints.exists(run)  # killed before its first, it starts again
+    ranks = Ranks.start(config.parallel, pick_device(config.device), config.patience)
+    for turn in (ranks.first, not ranks.first):  # the first makes what the others read
+        if turn:
+            corpus = _corpus(config, encoded, cache)
+        ranks.wait()
     torch.manual_seed(config.seed)
     model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
     if config.start:
@@ -92,10 +92,12 @@ def train(
             tokenizer=corpus.tokenizer.name,
             parameters=sum(p.numel() for p in model.parameters()),
         )
+    if ranks.first:
         corpus.tokenizer.save(run)
     ranks.wait()
-    Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
-    ranks.end()
+    with said_when_others_are_lost(run, ranks):
+        Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
+        ranks.end()
     return run
 
 
@@ -108,18 +110,22 @@ def configured(preset: str, changes: dict[str, Any]) -> Config:
     return config.starting_from(changes["start"], **rest)
 
 
-def _claim(run: Path, config: Config, resume: bool) -> Config:
-    """The configuration to train: the run's own when it is resumed."""
-    if resume:
-        config, _ = run_folder.read_config(run)
-        if not (run / run_folder.LAST).exists():
-            raise FastWeightError(
-                f"run {run} has no {run_folder.LAST}; expected a run that saved a checkpoint to resume"
-            )
-        return config
-    if (run / run_folder.CONFIG).exists():
+def _corpus(config: Config, encoded: Path | None, cache: Path | None) -> Corpus:
+    if encoded is None:
+        return prepare(config.data, config.tokenizer, cache)
+    return prepare_again(encoded, config.data, config.tokenizer, cache)
+
+
+def _claim(run: Path, config: Config, resume: bool) -> tuple[Config, Path | None]:
+    """The configuration to train, the run's own when it is resumed, and then where its corpus is encoded."""
+    if not resume and not (run / run_folder.CONFIG).exists():
+        return config, None
+    if not resume and not restarted():
         raise FastWeightError(f"run {run} exists; expected a new folder, or --resume to go on with it")
-    return config
+    config, about = run_folder.read_config(run)
+    if not checkpoints.exists(run) and log.passed_a_checkpoint(run / run_folder.METRICS):
+        raise FastWeightError(f"run {run} has no {run_folder.LAST}; expected a run that saved a checkpoint to resume")
+    return config, Path(str(about.get("corpus", "")))
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -174,7 +180,7 @@ class Trainer:
         way.
         """
         c, ranks = self.config, self.ranks
-        states, at = checkpoints.restore(self.run, self.model, ranks) if resume else ([], START)
+        states, at, known = checkpoints.restore(self.run, self.model, ranks) if resume else ([], START, {})
         if not resume:
             self.start_steps()
         if c.compile:
@@ -183,12 +189,12 @@ class Trainer:
         self.objective = ranks.wrap(Objective(self.model))
         self.optimizer = make_optimizer(self.model, c)
         if resume:
-            checkpoints.restore_optimizer(self.run, self.optimizer)
+            checkpoints.restore_optimizer(known, self.optimizer)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
-        log = Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
+        lines = log.Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
         tokens_per_step = len(self.batches[0]) * c.length
         done, busy, trained = self.done(step, before), 0.0, 0  # seconds and steps of training alone
-        with log, interruptible() as signals:
+        with lines, interruptible() as signals:
             while done < 1:
                 started = time.perf_counter()
                 loss, states = self.step(step, share_of_rate(c, step, done), states)
@@ -196,16 +202,19 @@ class Trainer:
                 seconds = before + time.perf_counter() - began
                 done, stopped = ranks.sum(self.done(step, seconds) if ranks.first else 0.0, len(signals))
                 speed = trained * tokens_per_step / busy
-                log.step(step, done, loss, speed)
+                lines.step(step, done, loss, speed)
                 if not math.isfinite(loss):
-                    raise FastWeightError(f"the loss is {loss} at step {step}; expected a number: try a smaller --lr")
-                values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=log.bits(loss))
+                    raise FastWeightError(
+                        f"the loss is {loss} at step {step}; expected a number: try a smaller --lr, and "
+                        "fastweights.debug(model) to learn which layer met it first"
+                    )
+                values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=lines.bits(loss))
                 pause = step % c.eval_every == 0 or done >= 1 or stopped
                 if pause:
                     valid = self.validate()
-                    values |= dict(valid_loss=valid, valid_bits_per_byte=log.bits(valid), tokens_per_second=speed)
+                    values |= dict(valid_loss=valid, valid_bits_per_byte=lines.bits(valid), tokens_per_second=speed)
                     values |= self.step_sizes()
-                log.point(**values)
+                lines.point(**values)
                 if pause:
                     if valid < best:
                         checkpoints.save_best(self.run, self.model, step, ranks)
@@ -214,7 +223,7 @@ class Trainer:
                     checkpoints.save_last(self.run, self.model, self.optimizer, states, about, ranks)
                 if stopped and done < 1:
                     line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
-                    log.console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    lines.console.print(line, highlight=False, markup=False, soft_wrap=True)
                     return
 
     def start_steps(self) -> None:

@@ -1,5 +1,6 @@
 """What a training run depends on: one frozen dataclass, whose fields are the options of `fastweights train`."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -37,6 +38,20 @@ CHOICES = dict(
     parallel=("none", "ddp", "fsdp"), dtype=("auto", "float32", "bfloat16"), device=("auto", "cpu", "cuda"),
     preset=tuple(PRESETS),
 )  # fmt: skip
+
+
+MOST_BLOCKS = (
+    4096  # and numbers up to MOST: configurations come from files, and a typing error must not fill the memory
+)
+MOST = 2**40
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Raise unless a field's value, which may come from a file, is of its type; whole numbers are numbers too."""
+    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    if not fits or (kind in (int, float) and not (math.isfinite(value) and abs(value) <= MOST)):
+        number = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
+        raise FastWeightError(f"{name} is {str(value)[:80]!r}; expected {number}")
 
 
 def _of(default: Any, help: str, flag: str = "") -> Any:
@@ -100,8 +115,11 @@ class Config:
     compile: bool = _of(False, "Compile the blocks with torch.compile.")
     checkpointing: bool = _of(False, "Recompute blocks in the backward pass to save memory.")
     parallel: str = _of("none", "How the processes of torchrun share the work: ddp or fsdp.")
+    patience: float = _of(30.0, "Minutes that a process waits for the others before it gives them up as lost.")
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), f.type)
         for name, choices in CHOICES.items():
             if getattr(self, name, choices[0]) not in choices:
                 raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")
@@ -116,6 +134,8 @@ class Config:
         if self.refresh < 0:
             raise FastWeightError(f"refresh is {self.refresh}; expected tokens between updates, or 0 for the published "
                                   "layer")  # fmt: skip
+        if self.patience <= 0:
+            raise FastWeightError(f"patience is {self.patience}; expected above 0: minutes to wait for other processes")
         if self.fast_step <= 0:
             raise FastWeightError(f"fast_step is {self.fast_step}; expected above 0: its logarithm is learned")
         self.mixers  # noqa: B018 - its checks
@@ -130,10 +150,15 @@ class Config:
         """
         if preset not in PRESETS:
             raise FastWeightError(f"preset is {preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
-        unknown = set(changes) - {f.name for f in fields(cls)}
+        return cls.read(PRESETS[preset] | changes)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "Config":
+        """The configuration with these fields, which may come from a file."""
+        unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise FastWeightError(f"config has {', '.join(sorted(unknown))}; expected fields of Config")
-        return cls(**(PRESETS[preset] | changes))
+        return cls(**values)
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -149,7 +174,9 @@ class Config:
                 where = f"layers is {self.layers!r}" if self.layers else f"model is {self.model!r}"
                 known = ", ".join(dict.fromkeys([*OTHERS, *MIXERS]))
                 raise FastWeightError(f'{where}; expected names such as "delta*3,softmax" of: {known}')
-            names += [match[1]] * int(match[2] or 1)
+            names += [match[1]] * min(int((match[2] or "1")[:9]), MOST_BLOCKS + 1)
+            if len(names) > MOST_BLOCKS:
+                raise FastWeightError(f"the model has over {MOST_BLOCKS} blocks; expected at most so many")
         if not names:
             raise FastWeightError(f"layers is {self.layers!r}; expected at least one block")
         return tuple(names)

@@ -50,10 +50,17 @@ class Memory:
         tensors, about = read_tensors(Path(path))
         if about.get("kind") != KIND:
             raise FastWeightError(f"{path} is no memory; expected a file that `fastweights read` wrote")
-        check(about["fingerprint"], model.fingerprint(), str(path))
-        state = unflatten(model.init_state(1), tensors)
-        device = model.embedding.weight.device
-        return cls(state, int(about["last"]), int(about["count"]), about["fingerprint"]).to(device)
+        fingerprint, last, count = (about.get(name, "") for name in ("fingerprint", "last", "count"))
+        check(fingerprint, model.fingerprint(), str(path))
+        like = model.init_state(1)
+        state = unflatten(like, tensors)
+        for name, x in flatten(like):
+            if tensors[name].shape != x.shape or tensors[name].is_floating_point() != x.is_floating_point():
+                got, expected = (f"{y.dtype} {tuple(y.shape)}" for y in (tensors[name], x))
+                raise FastWeightError(f"{name} of {path} is {got}; expected {expected}: the model's own")
+        if not (last.isdecimal() and count.isdecimal() and int(last) < model.vocab):
+            raise FastWeightError(f"{path} ends with token {last!r} of {count!r}; expected numbers of the vocabulary")
+        return cls(state, int(last), int(count), fingerprint).to(model.embedding.weight.device)
 
     def fork(self) -> "Memory":
         """A copy that shares nothing with this one."""

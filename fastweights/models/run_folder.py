@@ -1,7 +1,8 @@
-"""A run's folder: config.json, metrics.jsonl, the tokenizer, best.safetensors and last.safetensors.
+"""A run's folder: config.json, metrics.jsonl, the tokenizer, best.safetensors, last.safetensors and the one before.
 
-`last` holds weights, optimiser, carried memory and position; `best` the weights of the lowest validation loss. No file
-is ever pickled, and each is replaced as a whole.
+`last` and `previous` hold weights, optimiser, carried memory and position; `best` the weights of the lowest validation
+loss. No file is ever pickled, each is replaced as a whole, and each but metrics.jsonl has a checksum: where one is
+damaged, the next best is taken, with a warning.
 """
 
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_json, read_tensors, write_json
+from fastweights.files import read_first_whole, read_json, write_checked_json
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.text import tokenizer
 from fastweights.torch.devices import pick_device
 
-CONFIG, METRICS, BEST, LAST = "config.json", "metrics.jsonl", "best.safetensors", "last.safetensors"
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+BEST, LAST, PREVIOUS = "best.safetensors", "last.safetensors", "previous.safetensors"
 
 
 def read_config(run: Path) -> tuple[Config, dict[str, Any]]:
@@ -24,15 +26,19 @@ def read_config(run: Path) -> tuple[Config, dict[str, Any]]:
     if not run.is_dir():
         raise FastWeightError(f"run {run} does not exist; expected a folder that `fastweights train` made")
     content = read_json(run / CONFIG, "the folder of a run that `fastweights train` made")
-    if "config" not in content or "vocab" not in content:
+    config, vocab = content.get("config"), content.get("vocab")
+    if not isinstance(config, dict) or not isinstance(vocab, int) or vocab < 1:
         raise FastWeightError(f"{run / CONFIG} has no config; expected a file that `fastweights train` wrote")
-    published = {} if "refresh" in content["config"] else {"refresh": 0}  # a run from before there was another layer
-    return Config(**(content["config"] | published)), content
+    published = {} if "refresh" in config else {"refresh": 0}  # a run from before there was another layer
+    try:
+        return Config.read(config | published), content
+    except FastWeightError as error:
+        raise FastWeightError(f"{run / CONFIG}: {error}") from None
 
 
 def write_config(run: Path, config: Config, vocab: int, **about: Any) -> None:
     """Write config.json: the configuration, the size of the vocabulary, and what else is worth knowing of the run."""
-    write_json(run / CONFIG, dict(config=config.to_dict(), vocab=vocab, **about))
+    write_checked_json(run / CONFIG, dict(config=config.to_dict(), vocab=vocab, **about))
 
 
 def load(run: str | Path, *, last: bool = False, device: str = "auto") -> LanguageModel:
@@ -51,23 +57,48 @@ def load(run: str | Path, *, last: bool = False, device: str = "auto") -> Langua
     """
     run = Path(run)
     config, about = read_config(run)
-    file = next((run / f for f in ((LAST,) if last else (BEST, LAST)) if (run / f).exists()), None)
-    if file is None:
-        raise FastWeightError(f"run {run} has no checkpoint yet; expected {BEST} or {LAST}: train it for longer")
-    model = LanguageModel(config, about["vocab"])
-    tensors, _ = read_tensors(file)
+    order = (LAST, PREVIOUS) if last else (BEST, LAST, PREVIOUS)
+    tensors, _, file = read_checkpoint(run, order)
     weights = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
-    set_weights(model, weights, file)
-    model.tokenizer = tokenizer.load(run)
+    check_weights(config, about["vocab"], weights, file)
+    model = LanguageModel(config, about["vocab"])
+    model.load_state_dict(weights)
+    model.tokenizer = read_tokenizer(run, about)
     return model.to(pick_device(device)).eval()
 
 
-def set_weights(model: LanguageModel, weights: dict[str, torch.Tensor], file: Path) -> None:
-    """Load weights into a model; FastWeightError says where they do not fit the configuration."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise FastWeightError(f"{file} holds other weights than {CONFIG} says: {error}") from None
+def read_checkpoint(run: Path, names: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, str], Path]:
+    """(tensors, metadata, path) of the first of these files that is whole; warns of those that are damaged."""
+    there = [run / name for name in names if (run / name).exists()]
+    if not there:
+        expected = " or ".join(names[:2])
+        raise FastWeightError(f"run {run} has no checkpoint yet; expected {expected}: train it for longer")
+    return read_first_whole(there)
+
+
+def read_tokenizer(run: Path, about: dict[str, Any]) -> tokenizer.Bytes | tokenizer.Subwords:
+    """The tokenizer of a run; raises where it is not the one that config.json names."""
+    found = tokenizer.load(run)
+    name = about.get("tokenizer", found.name)
+    if found.name != name or found.size != about["vocab"]:
+        raise FastWeightError(
+            f"the tokenizer of {run} is {found.name} with {found.size} tokens; expected {name} with {about['vocab']}, "
+            f"as {CONFIG} says: {tokenizer.FILE} is missing, damaged or of another run"
+        )
+    return found
+
+
+def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Raise unless weights are those that the configuration asks for; nothing is allocated to find out."""
+    with torch.device("meta"):
+        wanted = LanguageModel(config, vocab).state_dict()
+    for name in sorted(wanted.keys() | weights.keys()):
+        expected, got = (x[name].shape if name in x else None for x in (wanted, weights))
+        if got != expected:
+            shape = lambda s: "missing" if s is None else f"of shape {tuple(s)}"  # noqa: E731
+            raise FastWeightError(
+                f"{file} holds other weights than {CONFIG} says: {name} is {shape(got)}; expected {shape(expected)}"
+            )
 
 
 def start_from(model: LanguageModel, run: Path, *, weights: bool = True) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastweights.core import FastWeightError
+from fastweights.files import write_text
 
 FILE = "tokenizer.json"
 
@@ -85,7 +86,9 @@ class Subwords:
 
         try:
             return cls(Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # the library raises plain Exception, and its panics are not even that
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
             raise FastWeightError(f"tokenizer {path} cannot be read: {error}; expected a file of tokenizers") from None
 
     def encode(self, data: bytes) -> np.ndarray:
@@ -106,7 +109,7 @@ class Subwords:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a folder, where `load` finds it."""
-        self.tokenizer.save(str(folder / FILE))
+        write_text(folder / FILE, self.tokenizer.to_str(pretty=True))
 
 
 def make(spec: str, texts: Iterable[bytes]) -> Bytes | Subwords:

@@ -1,0 +1,121 @@
+"""Soak: one text of ten million tokens through a small model with a Fast Weight Layer, its state carried all the way.
+
+    cd tests && python -m reliability.soak --tokens 10000000
+
+Resident memory of the last tenth must be within 1 % of the second tenth's, speed must not fall, and every number of
+the state must be finite.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastweights.lm.training import train
+from fastweights.models import run_folder
+from fastweights.models.config import Config
+from fastweights.text import corpus
+from fastweights.torch.tree import flatten
+from reliability.record import FOLDER, record
+
+SEGMENT = 512
+SMALL = dict(dim=32, heads=2, depth=1, length=128, batch=8, warmup=20, eval_every=1000, device="cpu")
+PICTURE = FOLDER.parents[1] / "docs" / "images" / "soak.png"
+
+
+def resident():
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def trained(steps, data="stdlib"):
+    """A small model, trained for so many steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = train(Config(data=data, steps=steps, **SMALL), Path(folder) / "run", cache=Path(folder) / "cache")
+        return run_folder.load(run, device="cpu")
+
+
+@torch.no_grad()
+def soak(model, text, tokens, points=100, advance=lambda point: None):
+    """Read `tokens` bytes of text, again from its start where it ends; one point per `tokens / points` of them."""
+    rows = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64).copy())
+    state, read, found = model.init_state(1), 0, []
+    began, losses, before = time.process_time(), [], 0
+    while read < tokens:
+        at = (read + torch.arange(SEGMENT + 1)) % len(rows)
+        segment = rows[at][None]
+        scores = model.score(segment[:, :-1], segment[:, 1:], state, slow=False)
+        state, read = scores.state, read + SEGMENT
+        losses.append(float(scores.loss.mean()))
+        if read * points // tokens > len(found):
+            now = time.process_time()
+            finite = all(bool(torch.isfinite(x).all()) for _, x in flatten(state))
+            largest = max(float(x.abs().max()) for _, x in flatten(state) if x.is_floating_point() and x.numel())
+            point = dict(tokens=read, resident=resident(), tokens_per_second=(read - before) / (now - began))
+            point |= dict(bits_per_byte=statistics.mean(losses) / math.log(2), finite=finite, largest=largest)
+            found.append(point)
+            advance(point)
+            began, losses, before = now, [], read
+    return found
+
+
+def summary(found):
+    """The promise in numbers: last tenth against second tenth."""
+    n = max(1, len(found) // 10)
+    mean = lambda name, part: statistics.mean(p[name] for p in part)  # noqa: E731
+    second, last = found[n : 2 * n], found[-n:]
+    return dict(
+        tokens=found[-1]["tokens"],
+        resident_growth=mean("resident", last) / mean("resident", second) - 1,
+        speed_change=mean("tokens_per_second", last) / mean("tokens_per_second", second) - 1,
+        finite=all(p["finite"] for p in found),
+        largest=max(p["largest"] for p in found),
+    )
+
+
+def plot(found, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 6), layout="constrained")
+    x = [p["tokens"] / 1e6 for p in found]
+    for axis, name, label, scale in (
+        (axes[0], "resident", "resident memory, MiB", 2**20),
+        (axes[1], "tokens_per_second", "thousand tokens per second of CPU", 1e3),
+        (axes[2], "bits_per_byte", "bits per byte", 1),
+    ):
+        axis.plot(x, [p[name] / scale for p in found])
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("million tokens read")
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser.add_argument("--steps", type=int, default=300, help="of training before")
+    parser.add_argument("--out", default=None, help="JSON file")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    model = trained(given.steps)
+    text = b"".join(d.data for d in corpus.documents("stdlib"))
+    found = soak(model, text, given.tokens, advance=lambda p: print(p, flush=True))
+    figures = summary(found)
+    print(figures)
+    record("soak", figures | dict(points=found), given.out)
+    plot(found, PICTURE)
+    assert abs(figures["resident_growth"]) < 0.01
+    assert figures["finite"]
+
+
+if __name__ == "__main__":
+    main()
