@@ -64,6 +64,7 @@ What to do next:
 def main() -> None:
     """Run the program. Mistakes in what was asked for are one red line and exit code 2; bugs keep their traceback."""
     warnings.showwarning = _warn  # type: ignore[assignment]
+    # What this library raises is for the user to read. Any other error is a bug, whose traceback is worth more.
     try:
         app(prog_name="fastweights")
     except ValueError as error:
@@ -137,6 +138,7 @@ def _build() -> typer.Typer:
     app.callback(invoke_without_command=True, **_help(getdoc(start)))(start)
     groups = {name: typer.Typer(no_args_is_help=True, **how) for name in GROUPS}
     for words, function in COMMANDS.items():
+        # "bench memory" is the command memory of the group bench
         *group, name = words.split()
         (groups[group[0]] if group else app).command(name, **_help(getdoc(function)))(function)
     for name, group_app in groups.items():

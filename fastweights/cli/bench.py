@@ -121,8 +121,9 @@ def memory(
 ) -> None:
     """Time the memory, forward and forward+backward.
 
-    Contestants take turns. Outputs, states and gradients are first compared with float64; when one deviates, nothing
-    is reported and the exit code is 1.
+    Contestants are our methods and, where they are installed, Hugging Face's delta rule, flash-linear-attention (FLA)
+    and fast-transformers. They take turns, so that a slow moment of the machine falls on all alike. Outputs, states and
+    gradients are first compared with float64; when one deviates, nothing is reported and the exit code is 1.
 
     For example: `fastweights bench memory --rule sum --softmax --repeats 50`
     """
@@ -160,6 +161,9 @@ def lengths(
 ) -> None:
     """Measure time and space of the memory at (1, T, 4, 64) as T doubles, forward+backward.
 
+    That is one text of T tokens, 4 heads of width 64. Where cost is linear, twice the tokens take twice the time, and
+    the extra memory per token stays the same.
+
     For example: `fastweights bench lengths --rule delta --repeats 3`
     """
     path = _start("bench lengths", device, "lengths", smoke, json)
@@ -195,6 +199,8 @@ def layers(
 ) -> None:
     """Time layers beside their projections alone and their memory alone, forward+backward.
 
+    The last column is the layer's time over the sum of the two: what feature maps, convolution, norms and gates cost.
+
     For example: `fastweights bench layers --name default --name gated-deltanet`
     """
     path = _start("bench layers", "cpu", "layers", smoke, json)
@@ -228,6 +234,9 @@ def host(
 ) -> None:
     """Time what a call costs the host in eager mode: the operation, each layer and one block, beside attention's own.
 
+    The host is the CPU's side: checking arguments, launching kernels, building the graph of gradients. On a GPU it
+    bounds small calls, since the device waits for it.
+
     For example: `fastweights bench host --device cuda --compile`
     """
     path = _start("bench host", device, "host", smoke, json)
@@ -246,6 +255,9 @@ def host(
 
 def fwl(device: On = Device.cpu, repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
     """Time a Fast Weight Layer: on a CPU a training step with and without it, on a GPU the block alone.
+
+    The layer is the output block that learns from the text it reads. It is timed in its published form and with a
+    refresh every 64 tokens, beside the same block that learns nothing.
 
     For example: `fastweights bench fwl --device cuda`
     """
@@ -310,6 +322,9 @@ def lm(
 def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> None:
     """Count the tokens per second of a model of 16 blocks that writes many texts at once, on a GPU also as a graph.
 
+    A CUDA graph records the launches of one step and replays them without the host. Both ways must write the same
+    tokens.
+
     For example: `fastweights bench decode --device cuda`
     """
     path = _start("bench decode", device, "decode", smoke, json)
@@ -327,6 +342,8 @@ def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> 
 
 def lab(repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
     """Time training steps of the overwriting experiment beside the published algorithm, a loop over tokens.
+
+    Both draw the same kind of batches and must have the same loss and gradients before any time is reported.
 
     For example: `fastweights bench lab --repeats 20`
     """

@@ -30,7 +30,14 @@ def demo(
 ) -> None:
     """Train, evaluate and generate on this machine, in minutes, and say in words what was shown.
 
-    Nothing is downloaded: the text is the source code of Python's standard library.
+    Nothing is downloaded: the text is the source code of Python's standard library. Three steps, each of which is a
+    command of its own:
+
+    1. `train`: a language model of about a million weights, for four minutes at most.
+    2. `eval`: files that it has not seen, with and without memory, beside gzip and xz.
+    3. `generate`: text that goes on with a prompt.
+
+    At the end the numbers are said again in sentences. The run stays in its folder, and the other commands can use it.
 
     For example: `fastweights demo runs/short --minutes 1`
     """

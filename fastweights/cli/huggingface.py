@@ -30,7 +30,8 @@ def export(
 ) -> None:
     """Write a run of `fastweights train` as a Hugging Face folder: weights, configuration and tokenizer.
 
-    `import fastweights.hf` lets `AutoModelForCausalLM.from_pretrained` load it.
+    After `import fastweights.hf`, `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, with the same logits for the
+    same text, and `generate`, `pipeline` and `Trainer` take it as any other model.
 
     For example: `fastweights hf export runs/first exported`
     """
@@ -75,8 +76,10 @@ def adapt(
 ) -> None:
     """Train a Fast Weight Layer for a frozen model, and save this small part alone.
 
-    The head learns how to learn from a document while the model reads it. `fastweights hf eval --head` and
-    `fastweights.hf.load_attached` use it.
+    The model reads documents, and a small layer before its output learns from each of them as it is read; what is
+    trained is where that layer starts and how long its steps are, so that it learns well from documents to come. The
+    model's own weights stay as they are. `fastweights hf eval --head` and `fastweights.hf.load_attached` use the
+    result. An untrained layer, which `hf eval` takes without `--head`, is of use already.
 
     For example: `fastweights hf adapt SmolLM2.gguf --data books/ -o books.head`
     """
@@ -99,6 +102,7 @@ def adapt(
     from fastweights.hf.loading import load_model, read_corpus, row_of
 
     out = out or model.with_name(model.name + ".head")
+    # A resumed training goes on with its own settings, data and head; a new one must not overwrite another.
     if resume:
         free = {"model", "out", "resume", "save_every", "device"}
         _refuse_changes(ctx, free)
@@ -196,8 +200,17 @@ def evaluate(
 ) -> None:
     """Score texts with any causal language model, next to gzip and xz.
 
-    Static windows, an attached head that learns as it reads, a neural cache, both together, and dynamic evaluation:
-    each token is predicted with at most a window of text before it.
+    Each token is predicted with at most a window of text before it. The modes are
+
+    - static: nothing is remembered of what has left the window;
+    - still: with a trained layer (`--head`) that learns nothing from the text: what its training alone is worth;
+    - fast: the layer learns from every token of the text;
+    - cache: mixed with a look-up of words that followed similar places earlier in the text (a neural cache);
+    - both: fast and cache together;
+    - dynamic: the model's weights are trained on each stride after it is scored;
+    - dynamic+cache: the same, mixed with the look-up.
+
+    The model itself is as before afterwards.
 
     For example: `fastweights hf eval SmolLM2.gguf book.txt --head books.head`
     """
@@ -225,6 +238,7 @@ def evaluate(
     else:
         torch.manual_seed(0)
         attach(found)
+    # An untrained head that learns nothing is the model itself, so "still" is of use with --head alone.
     asked = [m for m in scoring.modes(found) if m != "dynamic+cache" and (m != "still" or head is not None)]
     peaks: list[int | None] = []
 

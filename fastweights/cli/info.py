@@ -14,6 +14,9 @@ def info(
 
     A program says the same of every call, in lines of Python's own logging: `logging.basicConfig(level="DEBUG")`.
 
+    Versions of this package, Python and the frameworks, the processor and GPUs, and for each device and length of text
+    the way in which `fast_weight(..., method="auto")` would compute the memory: recurrent, chunked or kernel.
+
     For example: `fastweights info --json > info.json`
     """
     from rich.console import Console

@@ -84,7 +84,12 @@ def train(
 ) -> None:
     """Train a language model. Without options: on the Python standard library, in minutes on a laptop.
 
-    Ctrl-C saves; `--resume` goes on as if nothing had happened. Defaults are those of the preset laptop.
+    RUN is a folder that is made for the run: its configuration, tokenizer, weights and log. A tenth of the documents is
+    kept apart for validation and test. Ctrl-C saves; `--resume` goes on as if nothing had happened.
+
+    A model is a stack of blocks, each with a mixer (a fast-weight memory, softmax attention or an LSTM) and a
+    feed-forward layer, and an output layer. Options that are not given have the values of `--preset`; the defaults
+    shown are those of the preset laptop.
 
     For example: `fastweights train runs/hybrid --layers "delta*3,softmax"`
     """
@@ -93,6 +98,7 @@ def train(
 
     from fastweights.lm import training
 
+    # An option that was not given is None: presets decide those, and a resumed run its own configuration.
     changes = {name: ctx.params[name] for name in FIELDS if ctx.params[name] is not None}
     if resume and changes:
         raise FastWeightError(f"--resume with {', '.join(changes)}; expected no changes: a run goes on as it began")
@@ -131,11 +137,19 @@ def evaluate(
 ) -> None:
     """Score documents that the model was not trained on, with and without memory, next to gzip and xz.
 
-    RUN is a folder of `fastweights train`; for any other language model see `fastweights hf eval`. In the table
-    "gain" is what a mode gains over static windows, "learning" over the same model when it learns nothing from the
-    text, "carried" what the model takes along from token to token, and "peak" the most memory that scoring held at
-    once, beyond the model and the documents. Before it scores, it checks that every mode keeps the laws of adaptation:
-    causal, normalised, scored before learned from, one pass.
+    RUN is a folder of `fastweights train`; for any other language model see `fastweights hf eval`. The modes are
+
+    - static: windows of the training length, each read with an empty memory;
+    - memory: the document is read once, its memory carried from start to end;
+    - cache: the same, mixed with a look-up of words that followed similar places (a neural cache);
+    - fast: as memory, and the Fast Weight Layer learns from every token;
+    - both: fast and cache together;
+    - dynamic: as memory, and all weights are trained on each segment after it is scored.
+
+    In the table "gain" is what a mode gains over static windows, "learning" over the same model when it learns nothing
+    from the text, "carried" what the model takes along from token to token, and "peak" the most memory that scoring
+    held at once, beyond the model and the documents. Before it scores, it checks that every mode keeps the laws of
+    adaptation: causal, normalised, scored before learned from, one pass.
 
     For example: `fastweights eval runs/first README.md --mode static --mode memory`
     """
@@ -150,6 +164,7 @@ def evaluate(
 
     model = load(run, device=device)
     asked = mode or evaluation.modes(model)
+    # Names of modes are checked before anything is read; scoring takes minutes.
     for each in asked:
         evaluation.check_mode(model, each)
     texts = [read_file(model, path) for path in files or ()] or held_out(run, model, min_bytes, limit)
@@ -189,6 +204,10 @@ def generate(
 ) -> None:
     """Write text, token by token, with memory of constant size.
 
+    It goes on with `--prompt`, with the document that `fastweights read` put into a memory file, or with both; without
+    either it begins a document of its own. It stops at the end of that document, after `--until`, or after `--tokens`.
+    A lower temperature keeps closer to what the model finds likely, a higher one is more varied.
+
     For example: `fastweights generate runs/first --prompt "def main("`
     """
     _prepare("generate")
@@ -203,6 +222,7 @@ def generate(
     mixed: dict[str, Any] = dict(cache=NeuralCache()) if cache else {}
     if cache and prompt:
         mixed["cached"] = generation.read_into(mixed["cache"], model, prompt, before, learn=learn)
+    # The prompt is read into the memory in one go; from there on each token takes one step.
     if prompt or before is None:
         before = model.read(prompt, before)
     sys.stdout.write(prompt)
@@ -223,6 +243,10 @@ def read(
     device: On = Device.auto,
 ) -> None:
     """Read a document once into a memory of constant size, which `generate` and `eval` can start from.
+
+    The file is read to its end, however long it is; the memory has the same size after a page and after a book. With
+    `--memory` it goes on from an earlier memory: several documents can be read into one. A memory belongs to the model
+    that wrote it, and is refused by any other.
 
     For example: `fastweights read runs/first README.md -o readme.memory`
     """

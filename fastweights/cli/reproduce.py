@@ -63,8 +63,10 @@ def reproduce(
 ) -> None:
     """Run a figure or table of the papers again, with the paper's numbers beside ours.
 
-    Results are kept as they come: an interrupted run goes on where it stopped. NAME.csv and NAME.png are the result;
-    the exit code is 1 when a claim of the paper is not reproduced.
+    Without a NAME it lists the experiments: what each paper claims, and what the results that are there say of it. An
+    experiment consists of arms, one for each model, size and seed. Results are kept as they come: an interrupted run
+    goes on where it stopped. NAME.csv and NAME.png are the result; the exit code is 1 when a claim of the paper is not
+    reproduced. Most experiments want a GPU; `--smoke` takes seconds anywhere.
 
     For example: `fastweights reproduce overwrite --smoke`
     """
