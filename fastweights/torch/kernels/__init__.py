@@ -30,7 +30,7 @@ from fastweights.torch.kernels import backward as backward_kernels
 from fastweights.torch.kernels import blocks, inverse, sequence_parallel, spans, step, tiles
 from fastweights.torch.kernels import features as maps_kernels
 from fastweights.torch.kernels import forward as forward_kernels
-from fastweights.torch.kernels.plan import Plan, aligned, keep
+from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.methods import Method, needs_gradient
 from fastweights.torch.packing import bound
 from fastweights.torch.tracing import is_transformed
@@ -176,6 +176,7 @@ def _inputs(plan, slots, inputs, spec, whole):
     return x, raw, where, n
 
 
+<<<<<<< Updated upstream
 def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
     """The plan of a forward pass; its results are the slots of o, the state and what is saved.
 
@@ -187,6 +188,15 @@ def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: boo
     """
     plan, precision = Plan(given[0].device, given), float32_products()
     x, _, where, n = _inputs(plan, plan.inputs, inputs, spec, whole)
+=======
+def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> tuple:
+    """The launches of a forward pass in a plan: slots of o, of the state and of what is saved.
+
+    slots: of the arrays and the tables, as `ready` and `pack` give them;  inputs: tensors or slots, for their shapes.
+    """
+    precision = float32_products()
+    x, _, where, n = _inputs(plan, slots, inputs, spec, whole)
+>>>>>>> Stashed changes
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
     X = inverse.inverse(plan, x.k, beta, log_g, where, precision) if spec.delta else None
     walk, B = (x.q, x.k, x.v, beta, log_g, X), inputs.q.shape[0]
@@ -198,19 +208,42 @@ def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: boo
     if n > 1:
         last = lambda S: S[n - 1 :: n].contiguous()  # noqa: E731
         state = plan.compute(last, (state,), (B, *state.shape[1:]), state.dtype)
-    saved = [X, S, _shaped(plan, u, inputs.v.shape)] if save else []
-    plan.results = [slot.place for slot in (o, state, *saved) if slot is not None]
+    saved = [slot for slot in (X, S, _shaped(plan, u, inputs.v.shape)) if slot is not None] if save else []
+    return o, state, saved
+
+
+def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
+    """The plan of a forward pass; its results are the slots of o, the state and what is saved."""
+    plan = Plan(given[0].device, given)
+    o, state, saved = add_forward(plan, plan.inputs, inputs, spec, whole, save)
+    plan.results = [slot.place for slot in (o, state, *saved)]
     return plan
 
 
 def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
+<<<<<<< Updated upstream
     """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs.
 
     given: do, dstate, the tensors of the forward pass and what it saved.
     """
     plan, precision = Plan(given[2].device, given), float32_products()
+=======
+    """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs."""
+    plan = Plan(given[2].device, given)
+>>>>>>> Stashed changes
     do, end, *slots = plan.inputs
-    slots, saved = slots[:CALL], slots[CALL:]
+    grads = add_backward(plan, do, end, slots[:CALL], slots[CALL:], inputs, spec, whole)
+    plan.results = [None if slot is None else slot.place for slot in grads]
+    return plan
+
+
+def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: list, inputs: Inputs, spec: Spec,
+                 whole: bool) -> list:  # fmt: skip
+    """The launches of a backward pass in a plan: slots of the gradients, in the order of Inputs.
+
+    end: the gradient of the state after the last token;  slots, inputs: as for `add_forward`, which saved `saved`.
+    """
+    precision = float32_products()
     x, raw, where, n = _inputs(plan, slots, inputs, spec, whole)
     X, S, u = (*saved, None)[:3] if spec.delta else (None, *saved, None)
     B, do = inputs.q.shape[0], sequence_parallel.cut(n, do)
@@ -238,8 +271,7 @@ def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
     elif n > 1:
         first = lambda D: D[::n].contiguous()  # noqa: E731
         dstate = plan.compute(first, (dstate,), inputs.state.shape, dstate.dtype)
-    plan.results = [None if slot is None else slot.place for slot in (*grads, dstate)]
-    return plan
+    return [*grads, dstate]
 
 
 def _shaped(plan, slot, shape):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.torch.kernels.plan import Plan, aligned, keep
+from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.kernels.tiles import INTERPRETED
 
 BT, BC = 32, 128  # tokens and channels per program
@@ -78,6 +78,7 @@ def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constex
 
 
 @triton.jit
+<<<<<<< Updated upstream
 def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, blocks, W: tl.constexpr,
               N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Gradients of x, of `before`, and of the taps, for BT tokens and BC channels of one batch row.
@@ -85,12 +86,16 @@ def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, bat
     One program owns that tile of dx. Its share of the taps' gradient, [W, BC], goes to a row of dweight of its own;
     PyTorch adds the rows up afterwards, so that the sum does not depend on who comes first.
     """
+=======
+def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, dx_stride, blocks,
+              W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+>>>>>>> Stashed changes
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < N)[None, :]
     of_x = _slope(dy, dlast, weight, b, t, c, inside, T, W, N)
-    tl.store(dx + (b * T + t)[:, None] * N + c[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + (b * T + t)[:, None] * dx_stride + c[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
     g = tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
     part = (b * blocks + tl.program_id(0)) * W  # the sums of this block of tokens
     for j in tl.static_range(W):
@@ -135,6 +140,38 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, T
     return tensors[y], tensors[last]
 
 
+def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slot, before: Slot | None, dx: Slot):
+    """Slots of the gradients of before and weight; that of x goes to the first columns of dx (B, T, columns)."""
+    (B, T, N), W = dy.shape, weight.shape[0]
+    blocks = max(1, -(-T // BT))
+    dbefore = None if before is None else plan.empty((B, W - 1, N), before.dtype)
+    parts, dweight = plan.empty((B * blocks, W, N), torch.float32), plan.empty((W, N), weight.dtype)
+    if B * N:
+        plan.launch(_backward, (blocks, -(-N // BC), B), (dy, dlast, x, weight, before, dx, dbefore, parts),
+                    (T, x.strides[1], x.strides[0], dx.shape[-1], blocks), (W, N, BT, BC), num_warps=4)  # fmt: skip
+    sum_rows(plan, parts, dweight)
+    return dbefore, dweight
+
+
+@triton.jit
+def _sum_rows(parts, total, rows, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """total (N,): the sum over the rows of parts (rows, N)."""
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    i = tl.arange(0, BR)
+    sums = tl.zeros([BR, BN], tl.float32)
+    for first in range(0, rows, BR):
+        some = (first + i < rows)[:, None] & (c < N)[None, :]
+        sums += tl.load(parts + (first + i).to(tl.int64)[:, None] * N + c[None, :], mask=some, other=0.0)
+    tl.store(total + c, tl.sum(sums, 0).to(total.dtype.element_ty), mask=c < N)
+
+
+def sum_rows(plan: Plan, parts: Slot, total: Slot) -> None:
+    """total = the sum of parts over all axes but as many of the last as total has numbers."""
+    N = total.numel()
+    if N:
+        plan.launch(_sum_rows, (-(-N // 32),), (parts, total), (parts.numel() // N,), (N, 32, 32), num_warps=4)
+
+
 def backward(dy, dlast, x, weight, before):
     """Gradients of x, weight and before (None where absent), from dy (B, T, channels) and dlast, which may be None."""
     dy, dlast = aligned(dy), None if dlast is None else aligned(dlast)
@@ -142,16 +179,8 @@ def backward(dy, dlast, x, weight, before):
     plan = _plans.get(key)
     if plan is None:
         plan = Plan(x.device, [dy, dlast, x, weight, before])
-        (B, T, N), W = x.shape, len(weight)
-        blocks = max(1, -(-T // BT))
-        dx = plan.empty((B, T, N), x.dtype)
-        dbefore = None if before is None else plan.empty((B, W - 1, N), before.dtype)
-        parts = plan.empty((B * blocks, W, N), torch.float32)
-        if B * N:
-            plan.launch(_backward, (blocks, -(-N // BC), B), (*plan.inputs, dx, dbefore, parts),
-                        (T, x.stride(1), x.stride(0), blocks), (W, N, BT, BC), num_warps=4)  # fmt: skip
-        dtype = weight.dtype
-        dweight = plan.compute(lambda parts: parts.sum(0).to(dtype), (parts,), (W, N), dtype)
+        dx = plan.empty(tuple(x.shape), x.dtype)
+        dbefore, dweight = plan_backward(plan, *plan.inputs, dx)
         plan.results = dx.place, dweight.place, None if dbefore is None else dbefore.place
         keep(_plans, key, plan)
     tensors = plan.run(dy, dlast, x, weight, before)

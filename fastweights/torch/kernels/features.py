@@ -28,6 +28,49 @@ def _half(x, at, m, inside, D: tl.constexpr):
 
 
 @triton.jit
+def activate(value, inside, KIND: tl.constexpr):
+    """An elementwise feature map of numbers, zero outside."""
+    if KIND == 1:
+        value = tl.maximum(value, 0.0)
+    elif KIND == 2:
+        value = value * tl.sigmoid(value)
+    elif KIND == 3:
+        value = tl.where(inside, tl.where(value > 0, value + 1, tl.exp(tl.minimum(value, 0.0))), 0.0)
+    return value
+
+
+@triton.jit
+def slope(g, value, phi, KIND: tl.constexpr):
+    """The gradient of `value` from that of its features phi = activate(value)."""
+    if KIND == 1:
+        g = tl.where(value > 0, g, 0.0)
+    elif KIND == 2:
+        share = tl.sigmoid(value)
+        g *= share * (1 + value * (1 - share))
+    elif KIND == 3:
+        g *= tl.where(value > 0, 1.0, phi)
+    return g
+
+
+@triton.jit
+def scale(phi, NORM: tl.constexpr, EPS: tl.constexpr):
+    """What a row [R, W] of features is multiplied by."""
+    if NORM == 1:
+        return 1.0 / (tl.sum(tl.abs(phi), 1) + EPS)
+    else:
+        return 1.0 / tl.sqrt(tl.sum(phi * phi, 1) + EPS)
+
+
+@triton.jit
+def normalised_slope(g, phi, NORM: tl.constexpr, EPS: tl.constexpr):
+    """The gradient of phi [R, W] from that of its normalised rows."""
+    s = scale(phi, NORM, EPS)[:, None]
+    e = s * s * tl.sum(g * phi, 1)[:, None]
+    along = s * phi if NORM == 2 else tl.where(phi > 0, 1.0, tl.where(phi < 0, -1.0, 0.0))
+    return s * g - e * along
+
+
+@triton.jit
 def _phi(x, at, f, inside, D: tl.constexpr, KIND: tl.constexpr):
     """Features f of the row at address `at`, before normalisation, float32, zero where not `inside`.
 
@@ -37,23 +80,7 @@ def _phi(x, at, f, inside, D: tl.constexpr, KIND: tl.constexpr):
         m = f % (2 * D)
         return _half(x, at, m, inside, D) * _half(x, at, (m - f // (2 * D) - 1 + 2 * D) % (2 * D), inside, D)
     else:
-        value = tl.load(x + at + f, mask=inside, other=0.0).to(tl.float32)
-        if KIND == 1:
-            value = tl.maximum(value, 0.0)
-        elif KIND == 2:
-            value = value * tl.sigmoid(value)
-        elif KIND == 3:
-            value = tl.where(inside, tl.where(value > 0, value + 1, tl.exp(tl.minimum(value, 0.0))), 0.0)
-        return value
-
-
-@triton.jit
-def _scale(phi, NORM: tl.constexpr, EPS: tl.constexpr):
-    """What a row [R, W] of features is multiplied by."""
-    if NORM == 1:
-        return 1.0 / (tl.sum(tl.abs(phi), 1) + EPS)
-    else:
-        return 1.0 / tl.sqrt(tl.sum(phi * phi, 1) + EPS)
+        return activate(tl.load(x + at + f, mask=inside, other=0.0).to(tl.float32), inside, KIND)
 
 
 @triton.jit
@@ -69,7 +96,7 @@ def _forward(x, y, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, 
     at = row // H * stride + row % H * head_stride
     phi = _phi(x, at[:, None], f[None, :], inside, D, KIND)
     if NORM:
-        phi *= _scale(phi, NORM, EPS)[:, None]
+        phi *= scale(phi, NORM, EPS)[:, None]
     tl.store(y + row[:, None] * W + f[None, :], phi.to(y.dtype.element_ty), mask=inside)
 
 
@@ -89,18 +116,8 @@ def _backward(x, dy, dx, rows, stride, head_stride, H: tl.constexpr, W: tl.const
     phi = _phi(x, at, f[None, :], inside, W, KIND)
     g = tl.load(dy + row[:, None] * W + f[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        s = _scale(phi, NORM, EPS)[:, None]
-        e = s * s * tl.sum(g * phi, 1)[:, None]
-        slope = s * phi if NORM == 2 else tl.where(phi > 0, 1.0, tl.where(phi < 0, -1.0, 0.0))
-        g = s * g - e * slope
-    value = tl.load(x + at + f[None, :], mask=inside, other=0.0).to(tl.float32)
-    if KIND == 1:
-        g = tl.where(value > 0, g, 0.0)
-    elif KIND == 2:
-        share = tl.sigmoid(value)
-        g *= share * (1 + value * (1 - share))
-    elif KIND == 3:
-        g *= tl.where(value > 0, 1.0, phi)
+        g = normalised_slope(g, phi, NORM, EPS)
+    g = slope(g, tl.load(x + at + f[None, :], mask=inside, other=0.0).to(tl.float32), phi, KIND)
     tl.store(dx + row[:, None] * W + f[None, :], g.to(dx.dtype.element_ty), mask=inside)
 
 

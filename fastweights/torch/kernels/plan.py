@@ -58,7 +58,9 @@ class Plan:
         self.buffers: list[Any] = [None] * len(given)  # per slot: (shape, dtype) to allocate, a constant, or None
         self.steps: list[Launch | tuple[Callable, tuple, int]] = []
         self.program: list[tuple[Callable, tuple | None, int]] | None = None
-        self.results: Any = None  # the slots that the caller wants; its own business
+        self.results: Any = None  # the places that the caller wants: one, or a list; nothing else need be a tensor
+        self.shared: list[tuple[int, int]] = []  # (place, offset) of what lies in one allocation of `room` bytes
+        self.room = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """A slot for a tensor that is allocated, not initialised, whenever the plan runs."""
@@ -94,12 +96,30 @@ class Plan:
         """Compile the plan's kernels, and those of plans that will follow it, side by side."""
         if self.device.type == "cuda":
             compile_together([launch for plan in (self, *others) for launch in plan.launches], self.device)
+            self._share()
         self.program = [
             (launcher(step, self.device), None, 0) if isinstance(step, Launch) else step for step in self.steps
         ]
 
+    def _share(self):
+        """Put what only launches see into one allocation: to allocate costs the host as much as to launch."""
+        wanted = self.results if isinstance(self.results, (list, tuple)) else [self.results]
+        seen = {place for place in wanted if place is not None}
+        for step in self.steps:
+            if not isinstance(step, Launch):
+                seen |= {*step[1], step[2]}
+        for place in range(len(self.inputs), len(self.buffers)):
+            buffer = self.buffers[place]
+            if type(buffer) is tuple and place not in seen:
+                self.shared.append((place, self.room))
+                self.buffers[place] = None
+                self.room += -(-prod(buffer[0]) * buffer[1].itemsize // 256) * 256
+
     def run(self, *given: Tensor | None) -> list[Any]:
-        """The tensors of all slots, after all steps. `given` are the inputs: contiguous, aligned to 16 bytes."""
+        """The tensors by place, after all steps; those that only launches see are None.
+
+        given: the inputs, contiguous and aligned to 16 bytes.
+        """
         if self.program is None:
             self.finish()
         device = self.device
@@ -111,11 +131,21 @@ class Plan:
         if device.type != "cuda":
             self._go(tensors, tensors, 0)
         elif is_current(device):
-            self._go(tensors, [None if x is None else x.data_ptr() for x in tensors], current_stream(device))
+            self._launch(tensors)
         else:
             with torch.cuda.device(device):
-                self._go(tensors, [None if x is None else x.data_ptr() for x in tensors], current_stream(device))
+                self._launch(tensors)
         return tensors
+
+    def _launch(self, tensors):
+        """All steps on a GPU, which is the current one."""
+        where = [None if x is None else x.data_ptr() for x in tensors]
+        if self.room:
+            scratch = torch.empty(self.room, dtype=torch.uint8, device=self.device)
+            first = scratch.data_ptr()
+            for place, offset in self.shared:
+                where[place] = first + offset
+        self._go(tensors, where, current_stream(self.device))
 
     def _go(self, tensors, where, stream):
         """All steps. where: what a launch takes for each tensor, its address or, in the interpreter, itself."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.core import ARRAYS, Inputs, Spec
 from fastweights.features import EPS, parse
-from fastweights.torch.kernels.features import KINDS, NORMS, _phi, _scale
+from fastweights.torch.kernels.features import KINDS, NORMS, _phi, scale
 from fastweights.torch.kernels.plan import Plan, aligned, keep
 from fastweights.torch.methods import of_text, register, state_shape
 from fastweights.torch.tracing import is_watched
@@ -24,7 +24,7 @@ def _mapped(x, at, f, K: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORM
     """The features of the x at `at`, rounded as they would be if they were written, [BK]."""
     phi = _phi(x, at, f[None, :], (f < K)[None, :], D, KIND)
     if NORM:
-        phi *= _scale(phi, NORM, EPS)[:, None]
+        phi *= scale(phi, NORM, EPS)[:, None]
     return tl.reshape(phi.to(x.dtype.element_ty).to(tl.float32), [f.shape[0]])
 
 
