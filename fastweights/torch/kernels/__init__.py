@@ -176,19 +176,6 @@ def _inputs(plan, slots, inputs, spec, whole):
     return x, raw, where, n
 
 
-<<<<<<< Updated upstream
-def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
-    """The plan of a forward pass; its results are the slots of o, the state and what is saved.
-
-    Args:
-        given: tensors of the call as `ready` and `pack` make them, whose shapes and dtypes alone matter.
-        inputs, spec: of the call.
-        whole: whether every chunk is full.
-        save: whether a backward pass will follow.
-    """
-    plan, precision = Plan(given[0].device, given), float32_products()
-    x, _, where, n = _inputs(plan, plan.inputs, inputs, spec, whole)
-=======
 def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> tuple:
     """The launches of a forward pass in a plan: slots of o, of the state and of what is saved.
 
@@ -196,7 +183,6 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
     """
     precision = float32_products()
     x, _, where, n = _inputs(plan, slots, inputs, spec, whole)
->>>>>>> Stashed changes
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
     X = inverse.inverse(plan, x.k, beta, log_g, where, precision) if spec.delta else None
     walk, B = (x.q, x.k, x.v, beta, log_g, X), inputs.q.shape[0]
@@ -213,7 +199,14 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
 
 
 def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
-    """The plan of a forward pass; its results are the slots of o, the state and what is saved."""
+    """The plan of a forward pass; its results are the slots of o, the state and what is saved.
+
+    Args:
+        given: tensors of the call as `ready` and `pack` make them, whose shapes and dtypes alone matter.
+        inputs, spec: of the call.
+        whole: whether every chunk is full.
+        save: whether a backward pass will follow.
+    """
     plan = Plan(given[0].device, given)
     o, state, saved = add_forward(plan, plan.inputs, inputs, spec, whole, save)
     plan.results = [slot.place for slot in (o, state, *saved)]
@@ -221,16 +214,11 @@ def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: boo
 
 
 def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
-<<<<<<< Updated upstream
     """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs.
 
     given: do, dstate, the tensors of the forward pass and what it saved.
     """
-    plan, precision = Plan(given[2].device, given), float32_products()
-=======
-    """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs."""
     plan = Plan(given[2].device, given)
->>>>>>> Stashed changes
     do, end, *slots = plan.inputs
     grads = add_backward(plan, do, end, slots[:CALL], slots[CALL:], inputs, spec, whole)
     plan.results = [None if slot is None else slot.place for slot in grads]

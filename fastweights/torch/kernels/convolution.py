@@ -78,18 +78,13 @@ def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-<<<<<<< Updated upstream
-def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, blocks, W: tl.constexpr,
-              N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, dx_stride, blocks,
+              W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Gradients of x, of `before`, and of the taps, for BT tokens and BC channels of one batch row.
 
     One program owns that tile of dx. Its share of the taps' gradient, [W, BC], goes to a row of dweight of its own;
-    PyTorch adds the rows up afterwards, so that the sum does not depend on who comes first.
+    `sum_rows` adds them up afterwards, so that the sum does not depend on who comes first.
     """
-=======
-def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, dx_stride, blocks,
-              W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
->>>>>>> Stashed changes
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
