@@ -92,10 +92,16 @@ def same(*x: Tensor | None) -> tuple[Tensor | None, ...]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to compute a case. `call(*native inputs)` returns the output and the last state (None if it has none).
+    """A way to compute a case.
 
-    Peers take their inputs in another layout or scale: `to_native` makes them from q, k, v, beta (first three the
-    queries, keys and values) and `from_native` turns their output and state into ours. Both run outside the clock.
+    Attributes:
+        name: as tables call it.
+        call: call(*native inputs) returns the output and the last state (None if it has none).
+        to_native: makes the native inputs from q, k, v and beta, the first three the queries, keys and values; peers
+            take them in another layout or scale.
+        from_native: turns their output and state into ours. Both run outside the clock.
+        peer: whether it is another library.
+        comparable: False for another function, timed for reference only.
     """
 
     name: str

@@ -136,6 +136,7 @@ def run(config: Config, batches: Sequence[int], device: str, *, tokens: int, adv
         ways: dict[str, Step] = {"step by step": writer.step}
         if device == "cuda":
             ways["CUDA graph"] = captured(writer)
+        # Both ways must write the same tokens before either is timed.
         want = write(writer, writer.step, 8)
         for how, step in ways.items():
             if not torch.equal(write(writer, step, 8), want):

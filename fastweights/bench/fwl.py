@@ -83,6 +83,7 @@ def check(device: str, precision: str) -> float:
     block.load_state_dict(exact.state_dict())
     x, labels, weights = torch.randn(2, 150, 48, dtype=torch.float64), torch.randint(200, (2, 150)), torch.ones(2, 150)
     want = torch.autograd.grad(exact.loss(x, labels, weights.double()), list(exact.parameters()))
+    # The block here against itself in float64 on the CPU: the loss's gradients of all parameters.
     with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
         loss = block.loss(x.float().to(device), labels.to(device), weights.to(device))
     got = torch.autograd.grad(loss, list(block.parameters()))
@@ -172,6 +173,7 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
         noisy = "~" if any(t.noisy for t in r.timings.values()) else ""
         row = [",".join(map(str, r.shape)), r.precision, slow, fast, f"{noisy}{r.ratio:.2f}", again,
                f"{noisy}{r.times_slow('refreshed'):.2f}", f"{r.error:.0e}"]  # fmt: skip
+        # The most memory that a call takes beyond what was there, the second time it is called.
         if device == "cuda":
             published = "{} ms, {} GiB".format(*PUBLISHED[r.shape]) if r.shape in PUBLISHED else ""
             row += [f"{r.peak['fast weight layer'] / 2**30:.2f} GiB", published]

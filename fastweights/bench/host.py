@@ -63,6 +63,7 @@ def _operations(shape: Sequence[int], device: str, dtype: torch.dtype, peers: bo
             first,
         ),
     }
+    # FLA's first call tunes itself for minutes, so it takes part only when asked for.
     for peer in PEERS:
         if peers and peer.name == "FLA" and device == "cuda":
             found = peer.contestant(Case("delta", (B, T, H, K, K), device, "bfloat16"))
@@ -133,6 +134,7 @@ def run(
         calls["layer, deltanet, torch.compile"] = (torch.compile(call), leaves)
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    # Contestants take turns, so that a slow moment of the machine falls on all of them.
     for turn in range(repeats + 1):
         for name, (call, leaves) in calls.items():
             up = torch.ones_like(call())

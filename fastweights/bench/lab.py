@@ -74,6 +74,7 @@ class Plain:
         q = dpfp(embedding[asked] @ query + query_bias)
         beta = torch.sigmoid(x @ torch.cat([beta_of_value, beta_of_key]) + beta_bias)
         W = torch.zeros(len(keys), self.S, 2 * D)
+        # The paper's own three lines per token: retrieve, remove, write a mixture of old and new.
         for t in range(keys.shape[1]):
             key = k[:, t] / k[:, t].sum(-1, keepdim=True)
             old = torch.einsum("bdp,bp->bd", W, key)

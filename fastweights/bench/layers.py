@@ -64,11 +64,15 @@ def check(layer: FastWeightAttention, x: Tensor) -> float:
 
 
 def parts(layer: FastWeightAttention, x: Tensor) -> dict[str, Callable[[], object]]:
-    """The layer, its projections alone and its memory alone, forward+backward."""
+    """The layer, its projections alone and its memory alone, forward+backward, as functions.
+
+    The two parts get inputs of the shapes that they have inside the layer, and give gradients of all of them.
+    """
     c = layer.config
     B, T, _ = x.shape
     inner = torch.randn(B, T, c.heads * c.value_width, requires_grad=True)
     weights = dict(layer.named_parameters())
+    # The memory alone gets random inputs of the shapes that the layer would give it.
     width = c.value_width + (c.attention_norm and c.rule == "sum")  # the normaliser is one more column
     q, k = torch.nn.functional.normalize(torch.rand(2, B, T, c.heads, c.feature_width), dim=-1)
     rates = [torch.rand(B, T, c.heads) if wanted else None for wanted in (c.has_beta, c.decay is not None)]

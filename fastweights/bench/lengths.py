@@ -62,11 +62,19 @@ def cases(
 
 
 def run(method: str, cases: Sequence[Case], *, repeats: int, advance: Advance = lambda what, steps: None) -> Scaling:
-    """Check the first case, measure the memory of each, time all in turns. `advance` hears of three steps."""
+    """Check the first case, measure the memory of each, time all in turns.
+
+    Args:
+        method: of ours.
+        cases: the same but for their length.
+        repeats: samples per length.
+        advance: moves the progress bar, by three steps.
+    """
     contestant = our_method(method, cases[0])
     advance(f"checking {cases[0]}", 0)
     agree.check(cases[0], [contestant], cases[0].tensors())
     advance(f"checking {cases[0]}", 1)
+    # Memory is measured in a process of its own on a CPU: what a process once held, it may keep.
     peaks = []
     for case in cases:
         peaks.append(peak_bytes(case, method))

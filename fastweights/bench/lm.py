@@ -96,6 +96,7 @@ def _steps(model: LanguageModel) -> dict[str, Call]:
         modules[WHOLE] = theirs = their_model(model)
         flat = lambda x: x.flatten(0, 1)  # noqa: E731
         losses[WHOLE] = lambda: torch.nn.functional.cross_entropy(flat(theirs(tokens).logits), flat(labels))
+    # All ways of computing the step must give the same loss before any is timed.
     values = {name: loss().item() for name, loss in losses.items()}
     for name, value in values.items():
         if not abs(value - values[OURS]) <= TOLERANCE:
@@ -196,6 +197,7 @@ def show(trainings: list[Training], readings: list[Reading], console: Console) -
             times = f"{timing.median / t.timings[OURS].median:.2f}"
             table.add_row(f"{t.model}, {name}", f"{t.parameters:,}", milliseconds(timing), times)
     console.print(table)
+    # Then the readings: one column per model, one row per length, and how time grew with length.
     table = new_table("reading a document with carried memory, milliseconds (KiB carried)")
     table.add_column("tokens", justify="right")
     for reading in readings:

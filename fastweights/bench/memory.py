@@ -73,7 +73,14 @@ def cases(
     features: str = "identity",
     norm: str = "none",
 ) -> list[Case]:
-    """Every rule on every shape; on a GPU's own shapes the paper's features too, if none are named."""
+    """Every rule on every shape; on a GPU's own shapes the paper's features too, if none are named.
+
+    Args:
+        shapes: (B, T, H, K, V) of each.
+        rules: "delta", "sum".
+        device, dtype: of the inputs.
+        features, norm: as for `fast_weight`.
+    """
     parse_fixed(features)
     asked = [Case(rule, shape, device, dtype, features, norm) for rule in rules for shape in shapes]
     if tuple(shapes) == SHAPES[device] and "delta" in rules and (features, norm) == ("identity", "none"):
@@ -110,6 +117,7 @@ def run(
         results.append(Result(case, auto(case), errors=errors, peers=same, left_out=left_out | failed))
         entered.append(contestants)
         advance(f"checking {case}", 1)
+    # All cases are checked before any is timed: a disagreement shows early, and nothing is reported then.
     for result, contestants in zip(results, entered, strict=True):
         result.passes = time(result.case, contestants, repeats, advance)
         if result.case.device == "cuda":
@@ -134,13 +142,22 @@ def peaks(case: Case, contestants: Sequence[Contestant]) -> dict[str, int]:
 def enter(
     case: Case, methods: Sequence[str] = (), only: Sequence[str] = (), softmax: bool = False
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """Who takes part in a case, and why the others do not."""
+    """Who takes part in a case, and why the others do not.
+
+    Args:
+        case: what is computed.
+        methods, only, softmax: as for `run`.
+
+    Returns:
+        The contestants, and {name: reason} of those left out.
+    """
     names = [peer.name for peer in peers.PEERS]
     for name in only:
         if name not in names:
             raise FastWeightError(f"--peer is {name!r}; expected one of {', '.join(names)}")
     left_out: dict[str, str] = {}
     contestants = []
+    # Ours: those asked for, or all that can run here. With features each also after PyTorch's own operators.
     for method in methods or our_methods():
         if method not in METHODS:
             raise FastWeightError(f"--method is {method!r}; expected one of {', '.join(METHODS)}")
@@ -151,6 +168,7 @@ def enter(
             contestants.append(contestant)
             if case.mapped:
                 contestants.append(eager_method(method, case))
+    # Peers: those asked for, or all that are installed and can take the case.
     asked = tuple(peer for peer in peers.PEERS if not only or peer.name in only)
     for peer in asked + ((peers.SOFTMAX,) if softmax and not case.mapped else ()):
         found = peer.contestant(case)

@@ -99,6 +99,7 @@ def their_model(ours: LanguageModel) -> Any:
             num_key_value_heads=c.heads,
         )
     )
+    # Their RMS norms scale by 1 + w where ours scale by w.
     weights = {"model.embed_tokens.weight": ours.embedding.weight, "model.norm.weight": ours.norm.weight - 1}
     weights["lm_head.weight"] = ours.embedding.weight
     for i, block in enumerate(ours.blocks):
@@ -112,6 +113,7 @@ def _layer(block: Any, heads: int) -> dict[str, Tensor]:
     """The weights of one block by their names; theirs scale by 1 + w in the norms, and lie head by head."""
     layer, mixer = block.mixer.layer, "linear_attn."
     widths = layer.config.sections
+    # Our one input projection is two of theirs, in which each head's parts lie together.
     q, k, v, gate, beta, decay = layer.in_proj.weight.split(
         [widths[n] for n in ("q", "k", "v", "gate", "beta", "decay")]
     )

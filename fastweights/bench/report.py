@@ -62,6 +62,7 @@ def show(results: Sequence[Result], console: Console) -> None:
         for result in chosen:
             _rows(table, result, extra)
         console.print(table)
+    # Who did not take part, and why; once where the reason is the same for all rules.
     for name in dict.fromkeys(name for result in results for name in result.left_out):
         whys = {result.case.rule: result.left_out[name] for result in results if name in result.left_out}
         reasons = dict.fromkeys(whys.values())

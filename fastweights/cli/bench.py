@@ -63,7 +63,15 @@ Inputs = Annotated[
 
 
 def _start(command: str, device: str, name: str, smoke: bool, json: Path | None) -> Path:
-    """Where the numbers will go, once everything that could stop the work has been checked."""
+    """Where the numbers will go, once everything that could stop the work has been checked.
+
+    Args:
+        command: for messages.
+        device: that will be timed on.
+        name: of the benchmark, in the file's name.
+        smoke: also a part of that name, so that tiny runs never replace real ones.
+        json: the user's own path.
+    """
     need(command, "torch", "torch")
     import torch
 
@@ -132,6 +140,7 @@ def memory(
     from fastweights.bench import report
     from fastweights.bench.case import parse_shape
 
+    # Shapes that were asked for, or those of the device; tiny ones for a smoke test.
     shapes = [parse_shape(text) for text in shape or ()]
     shapes = shapes or list(bench_memory.SMOKE if smoke else bench_memory.SHAPES[device])
     cases = bench_memory.cases(shapes, _rules(rule), device, _dtype(dtype, device), features, norm)
@@ -295,6 +304,7 @@ def lm(
     from fastweights.bench import lm as bench_lm
     from fastweights.bench import report
 
+    # On a GPU the paper's models are timed as a whole; the comparisons below are for a CPU.
     if device == Device.cuda:
         with _agreeing(len(bench_lm.PAPER)) as advance:
             found = {}

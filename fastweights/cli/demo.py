@@ -59,7 +59,13 @@ def demo(
 
 
 def in_words(numbers: dict[str, Any], run: Path) -> str:
-    """The numbers of an evaluation as sentences, and what to do next."""
+    """The numbers of an evaluation as sentences, and what to do next.
+
+    Args:
+        numbers: what `eval` wrote as JSON.
+        run: folder of the run.
+    """
+    # Every number that is said comes from eval.json; nothing is computed twice.
     rows = {row["mode"]: row for row in numbers["modes"]}
     bits = {mode: row["bits_per_byte"] for mode, row in rows.items()}
     others = " and ".join(f"{value:.2f} for {name.partition(' ')[0]}" for name, value in numbers["compressors"].items())

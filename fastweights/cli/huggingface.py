@@ -120,6 +120,7 @@ def adapt(
     else:
         torch.manual_seed(how.seed)
         attach(body, size or None, refresh=refresh, step_size=step)
+    # Every document starts with the tokenizer's own start token.
     documents = [row_of(tokenizer, text)[0].numpy() for text in read_corpus(tokenizer, data)]
     trainer = HeadTrainer(body, documents, how)
     if resume:
@@ -131,6 +132,7 @@ def adapt(
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("training", total=how.steps, completed=trainer.at)
+        # Losses are shown as means over the last 20 steps: one step's documents differ too much from the next's.
         recent: list[tuple[float, float]] = []
         while trainer.at < how.steps:
             recent.append(trainer.step())
@@ -243,6 +245,7 @@ def evaluate(
     peaks: list[int | None] = []
 
     def score(mode: str, advance: Any) -> Score:
+        # The peak of each mode by itself.
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         scored = scoring.score(found, tokenizer, texts, mode, how, advance=advance)

@@ -23,7 +23,10 @@ def _prepare(command: str) -> None:
 
 
 def _field(name: str, heading: str) -> Any:
-    """The option for a field of the training configuration, with the field's help and default."""
+    """The option for a field of the training configuration, with the field's help and default.
+
+    heading: the panel of --help that it stands under.
+    """
     field = FIELDS[name]
     default = "" if field.default in ("", 0, 0.0, False) else f" [default: {field.default}]"
     flag = field.metadata["flag"] or "--" + name.replace("_", "-")

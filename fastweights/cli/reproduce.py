@@ -82,6 +82,7 @@ def reproduce(
     for name in chosen:
         if name not in EXPERIMENTS:
             raise FastWeightError(f"experiment is {name!r}; expected one of {', '.join(EXPERIMENTS)}, or all")
+    # Several experiments share the processes: their arms are one pool of work.
     how = dict(smoke=smoke, out=out, seeds=seeds, only=only, part=part)
     sys.exit(_reproduce(chosen, device, data, jobs, minutes, how))
 
@@ -104,6 +105,7 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
     check_data(plans, data)
     broken = run_all(plans, device=device, data=data, jobs=jobs, minutes=minutes, console=Console(stderr=True))
     failed = bool(broken)
+    # Tables and verdicts come once all has run, experiment by experiment.
     for planned in plans:
         outcome = finish(planned)
         failed |= bool(outcome.failed)
@@ -139,6 +141,7 @@ def _table(heading: str, rows: list[dict]) -> Any:
     from rich.table import Table
 
     table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False)
+    # Rows may have different fields; a column is there if any row has it.
     columns = list(dict.fromkeys(c for row in rows for c in row))
     for c in columns:
         text = any(isinstance(row.get(c), str) for row in rows)

@@ -18,7 +18,13 @@ from fastweights.text.scores import Score, Text
 def score_modes(
     modes: list[str], texts: list[Text], score: Callable[[str, Callable[[int], Any]], Score]
 ) -> list[Score]:
-    """score(mode, advance) for every mode; advance(bytes) moves the bar."""
+    """A score for every mode, under a progress bar.
+
+    Args:
+        modes: names, in the order of the table.
+        texts: what is scored, for the length of the bars.
+        score: score(mode, advance); advance(bytes) moves the bar.
+    """
     console = Console()
     scores = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -200,6 +200,18 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
         For the published layer without decay, clipping, packing or a gradient of the weights it is written by hand,
         forwards and backwards (fwl_loss.py): twice as fast and half the memory of `run`, which serves everything else.
+
+        Args:
+            x: (B, T, D).
+            labels, weights: (B, T); `make_labels` makes both.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+
+        Examples:
+            >>> block = FWLBlock(8, vocab_size=20, inputs=8)
+            >>> labels, weights = make_labels(torch.randint(20, (2, 6)))
+            >>> block.loss(torch.randn(2, 6, 8), labels, weights).backward()
+            >>> block.steps.grad.shape  # the sizes of the steps learn too
+            torch.Size([6])
         """
         if cu_seqlens is None and self._plain(weights):
             self._know_inputs(x)
@@ -278,7 +290,11 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return fwl.step(self.config, OPS, self._weights(), x, previous_label, weight, state)
 
     def label_waiting(self, label: Tensor, state: RefreshState) -> RefreshState:
-        """The state of a refreshed block once the label (B,) of its newest token is known; a known one stays."""
+        """The state of a refreshed block once the label (B,) of its newest token is known; a known one stays.
+
+        A stream that was cut after a token learns from that token only when its label is told, by this or by
+        `previous_label` of the next call.
+        """
         return labelled(self.config, OPS, state, label, torch.ones_like(label))
 
     @torch.no_grad()

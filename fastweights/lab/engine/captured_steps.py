@@ -85,6 +85,7 @@ class Replay:
                 place.copy_(x)
             graph.replay()
             return output
+        # The first calls of a shape run as they are, on a stream of their own, which recording asks for.
         seen = self.calls[shapes] = self.calls.get(shapes, 0) + 1
         if seen > WARM:
             return self._record(shapes, inputs)

@@ -150,6 +150,7 @@ def check_data(plans: list[Plan], data: Path | None) -> None:
     for plan in plans:
         if plan.smoke or not hasattr(plan.module, "data"):
             continue
+        # Only arms that will run need their files.
         needed = dict.fromkeys(file for arm in plan.missing(plan.chosen) for file in plan.module.data(arm))
         absent = [file for file in needed if data is None or not any(data.glob(file))]
         if absent:

@@ -51,6 +51,7 @@ def run_all(
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     turns = itertools.zip_longest(*([(plan, arm) for arm in plan.missing(plan.chosen)] for plan in plans))
+    # Experiments take turns, arm by arm, so that each has something to show early.
     tasks: list[Task] = [task for turn in turns for task in turn if task is not None]
     if not tasks:
         return []
@@ -104,6 +105,7 @@ class _Pool:
             for n in range(jobs):
                 self._start(n)
             while self.processes:
+                # A pipe speaks when its process has something to say, and ends when the process does.
                 for pipe in multiprocessing.connection.wait(list(self.processes)):
                     try:
                         kind, *what = pipe.recv()
@@ -157,6 +159,7 @@ class _Pool:
     def _broke(self, n: int, i: int, why: str) -> None:
         """Note why arm i failed, and let it wait for another try where one is worth it."""
         plan, arm = self.tasks[i]
+        # On a GPU the neighbours of a failing process may be to blame, so an arm gets a second chance.
         again = self.device != "cpu" and i not in self.failed
         self.failed[i] = why
         if again:
@@ -188,6 +191,7 @@ def _work(pipe: Any, device: str, data: Path | None, deadline: float) -> None:
             last = time.monotonic()
             pipe.send(("far", fraction, text))
 
+    # Arms until None comes; an error ends the process, since it may have left the GPU in a bad state.
     while (task := pipe.recv()) is not None:
         name, arm, smoke, record = task
         report = Report(_named(name, tell), data, smoke, deadline)  # time.monotonic() is one for a machine's processes

@@ -50,6 +50,7 @@ class Results:
         if clash := sorted(set(arm) & {name for row in rows for name in row}):
             raise FastWeightError(f"{self.name}: rows have {', '.join(clash)}, which the arm has; expected other names")
         whole = [arm | row | {"seconds": round(seconds, 2)} for row in rows]
+        # A line that a kill cut off must not swallow the next one.
         torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         line = json.dumps({"arm": arm, "rows": whole}) + "\n"
         with open(self.path, "a") as file:

@@ -48,6 +48,7 @@ def entry(name: str, folder: Path) -> Entry:
     head = name, text.splitlines()[0], about(text, "Paper")
     if not path.exists():
         return Entry(*head, [], f"no results: {path} does not exist; `fastweights reproduce {name}` makes it")
+    # Only results of the full settings count, and only when none is missing.
     done, arms = read_csv(path), module.arms(**module.FULL)
     missing = sum(key(arm) not in done for arm in arms)
     if missing:
@@ -111,6 +112,7 @@ def page(folder: Path) -> str:
         "`babi/en/qa*.txt` and `multi30k/{train,val,test_2016_flickr}.{en,de}`; with `--smoke` none is needed.",
         "",
     ]
+    # A section per experiment, a row per claim.
     for e in found:
         picture = f" ([figure]({e.name}.png), [CSV]({e.name}.csv))" if not e.reason else ""
         more = f" [What was found]({e.name}.md)." if (folder / f"{e.name}.md").exists() else ""

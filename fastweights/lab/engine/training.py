@@ -95,6 +95,7 @@ def train(
     now = time.monotonic()
     for step in range(every, steps + every, every):
         count = min(every, steps - (step - every))
+        # Kernels are compiled and the optimiser's state made before anything is recorded.
         if replay is None:
             warm = min(WARM, count) if device != "cpu" else 0
             _aside([learners[i].step for i in going], warm)
@@ -102,6 +103,7 @@ def train(
             count -= warm
         for _ in range(count):
             replay()
+        # Scores of all learners come back in one copy: a wait per learner would cost more than its scores.
         if evaluate is None:
             _aside([learners[i].evaluate for i in going], 1 if device != "cpu" else 0)
             evaluate = Together([learners[i].evaluate for i in going], device)
@@ -113,6 +115,7 @@ def train(
             for n, course in enumerate(courses[i]):
                 if not course.ended:
                     course.add(at, numbers[n * width : (n + 1) * width], target, patience)
+        # Learners whose copies are all done leave; the rest is recorded anew once a quarter has left.
         left = [i for i in going if not all(course.ended for course in courses[i])]
         best = min((c.last for i in going for c in courses[i]), default=math.nan)
         now, began = time.monotonic(), now

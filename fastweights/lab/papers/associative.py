@@ -32,7 +32,15 @@ NAMES = {"rnn": "ReLU RNN", "lstm": "LSTM", "fast": "fast weights", "fast, rate 
 
 
 def arms(*, models: tuple[str, ...], hidden: tuple[int, ...], steps: int, seeds: int, more: int) -> list[dict]:
-    """One per width and model; seeds train together.  more: seeds of the arms that decide the claim."""
+    """One arm per width and model; the seeds of an arm train together.
+
+    Args:
+        models: names of MODELS.
+        hidden: widths R.
+        steps: of training.
+        seeds: copies of each network.
+        more: seeds of the arms that decide the claim: fast weights and LSTM up to 50 units.
+    """
     decides = lambda model, R: model in ("lstm", "fast") and R <= 50  # noqa: E731
     return [dict(model=model, R=R, steps=steps, seeds=more if decides(model, R) else seeds, seed=0)
             for R in hidden for model in models]  # fmt: skip
@@ -94,6 +102,7 @@ def plot(rows: list[Row], path: Path) -> None:
     with plotting.figure(path, len(sizes) + 1, size=(4.3, 4.0), title="Associative retrieval: error while training",
                          note=note) as axes:  # fmt: skip
         for ax, R in zip(axes, sizes, strict=False):
+            # One curve per model, the mean over its seeds, with the range as a band.
             for i, model in enumerate(MODELS):
                 curves = mean_over(
                     [r for r in rows if "error" in r and r["R"] == R and r["model"] == model], ("step",), "error"
@@ -107,6 +116,7 @@ def plot(rows: list[Row], path: Path) -> None:
             ax.set_ylim(-2, 92)
             ax.set_xlabel("step")
         axes[0].set_ylabel("error in %")
+        # The last panel: best error against the number of hidden units, and the paper's three curves dashed.
         last = axes[-1]
         for i, model in enumerate(MODELS):
             errors = [best[model, R][0] if (model, R) in best else float("nan") for R in sizes]
@@ -161,6 +171,7 @@ def _said(R: int) -> str:
 
 
 _SOURCE, _THREE = "Table 1, second hand", ("fast", "lstm", "rnn")
+# Four of the paper, and one of our own, which its critics asked for.
 CLAIMS = (
     *(
         Claim(

@@ -56,7 +56,14 @@ PUBLISHED: dict[str, tuple[float, ...]] = {
 
 
 def arms(*, features: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: int) -> list[dict]:
-    """One per S, feature map and form; seeds train together. Few keys first."""
+    """One arm per S, feature map and form; seeds train together. Few keys first.
+
+    Args:
+        features: maps, "softmax" among them; FAVOR+ runs in two forms.
+        keys: numbers of keys S.
+        steps: at most.
+        seeds: copies of each model.
+    """
     return [
         dict(features=name, form=form, S=S, steps=steps, seeds=seeds, seed=0)
         for S in keys
@@ -123,6 +130,7 @@ def plot(rows: list[Row], path: Path) -> None:
     note = (("One seed. " if seeds == 1 else f"Mean and range of {seeds} seeds. ")
             + "Dotted verticals: width of the features, where capacity should end.")  # fmt: skip
     with plotting.figure(path, 2, size=(6.6, 4.4), title=title, note=note) as (left, right):
+        # One curve per feature map; FAVOR+ in both forms, each in the panel to the right.
         for axes, wanted in ((left, lambda f: not f.startswith("favor")), (right, lambda f: f.startswith("favor"))):
             for features, form in sorted({k[:2] for k in means if wanted(k[0])}, key=lambda k: _order(name_of(*k))):
                 points = sorted((S, *value) for (f, g, S), value in means.items() if (f, g) == (features, form))
@@ -139,6 +147,7 @@ def plot(rows: list[Row], path: Path) -> None:
             axes.set_ylim(-0.015, 0.53 if axes is left else 0.85)
             axes.axhline(0.5, color=plotting.PAPER, linewidth=0.8)
             plotting.key(axes, loc="upper left" if axes is left else "lower right", frameon=True, edgecolor="white")
+        # Where capacity should end: as many keys as features.
         for features in ("elu+1", "dpfp-1", "dpfp-2", "dpfp-3"):
             left.axvline(_width(features), color=plotting.colour(features), linewidth=1, linestyle=":", zorder=0)
         left.set_title("Feature maps without randomness")
@@ -173,6 +182,7 @@ def _ends_with_the_features(rows: list[Row]) -> tuple[Verdict, str]:
     sizes, conditions = sorted({row["S"] for row in rows}), []
     for features in DETERMINISTIC:
         K = _width(features)
+        # Well within the capacity nothing is lost, well beyond it something must be.
         conditions.append(all(best[features, "stable", S] <= 0.005 for S in sizes if S <= 0.75 * K))
         conditions.append(all(best[features, "stable", S] >= 0.02 for S in sizes if S >= 1.3 * K))
     missed = [_first_missed({S: last[f, "stable", S] for S in sizes}) for f in DETERMINISTIC]
@@ -218,6 +228,7 @@ SETTLED = 0.2  # the published log has runs of softmax that end at up to 0.17 af
 DETERMINISTIC, RANDOM = ("elu+1", "dpfp-1", "dpfp-2", "dpfp-3"), ("favor-64", "favor-128", "favor-512")
 _MISSED = [_first_missed({20 * i + 20: x for i, x in enumerate(PUBLISHED[f])}) for f in DETERMINISTIC]
 _AT_600 = [PUBLISHED[f][-1] for f in DETERMINISTIC]
+# Four of the paper, the last one ours.
 CLAIMS = (
     Claim(
         "ends-with-the-features",

@@ -55,7 +55,20 @@ def arms(
     seeds: int,
     variants: tuple[tuple[float, int], ...],
 ) -> list[Arm]:
-    """static: without learning, and dynamic evaluation;  plain: without, trained on another length;  fast: with."""
+    """static: without learning, and dynamic evaluation;  plain: without, trained on another length;  fast: with.
+
+    Args:
+        bodies: mixers of the blocks before the layer.
+        corpus: to train and test on.
+        dim, depth: of the body.
+        length, batch: tokens of a window and windows of a batch; batches of other windows hold as many tokens.
+        tokens, lr: read in training, and its rate.
+        scored: tokens of test documents.
+        limit: tokens kept of each split; 0 for all.
+        seeds: of everything.
+        variants: (decay, length of a window) of the layers.
+    """
+    # Batches hold as many tokens for any length of window, so that all models read the same amount.
     rest = dict(corpus=corpus, dim=dim, depth=depth, tokens=int(tokens), lr=lr, scored=scored, limit=limit)
     sizes = {n: dict(length=n, batch=batch * length // n) for n in (length, *(n for _, n in variants))}
     kinds: list[Arm] = [dict(what="static" if n == length else "plain", **sizes[n]) for n in sizes]
@@ -88,6 +101,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     from fastweights.lab.tasks.document_losses import documents, score, summary
     from fastweights.lab.tasks.learning_while_reading import choose_rate, make, measure_cost, train
 
+    # An untrained model is enough to count operations and take times.
     found = corpora.load(arm["corpus"], report.data, arm["limit"])
     model = make(arm, found.vocab).to(device)
     if arm["what"] == "cost":
@@ -96,6 +110,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     train(model, found, arm, device, report)
     base = dict(read=found.name, train_seconds=round(time.perf_counter() - began, 2),
                 parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+    # The same documents in every mode, from first token to last.
     docs = documents(found, "test", arm["scored"])
     counts = np.bincount(found.train, minlength=found.vocab)
     modes = dict(fast=("fast", "restart", "slow"), static=("static", "dynamic"), plain=("static",))[arm["what"]]
@@ -109,8 +124,16 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
 
 def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, tuple[float, float, float]]:
-    """{(body, by, bin): nats of the static model trained on the same windows minus those of `mode`: mean, lowest and
-    highest over seeds}.  which: fields that its rows must have, such as decay=0.999."""  # fmt: skip
+    """What `mode` gains over the static model trained on the same windows.
+
+    Args:
+        rows: results.
+        mode: "fast", "restart", "slow" or "dynamic".
+        which: fields that the rows of the mode must have, such as decay=0.999.
+
+    Returns:
+        {(body, by, bin): nats per token, mean, lowest and highest over seeds}.
+    """
     place = lambda r: tuple(r[name] for name in ("body", "by", "bin", "seed", "length"))  # noqa: E731
     found = [r for r in rows if r["by"] != "cost"]
     static = {place(r): r["nats"] for r in found if r["mode"] == "static"}
@@ -155,6 +178,7 @@ def plot(rows: list[Row], path: Path) -> None:
             "squares). Dotted: where the windows of training end. Below -2 nats: cut off.")  # fmt: skip
     with plotting.figure(path, 3, len(bodies), size=(4.4, 3.4), note=note,
                          title="What a Fast Weight Layer gains, and where") as axes:  # fmt: skip
+        # A row of panels per body: gain by position, by frequency in training, by repetition.
         for line, body in zip(np.reshape(axes, (len(bodies), 3)), bodies, strict=True):
             for ax, (by, name) in zip(line, names.items(), strict=True):
                 at = BINS[by]
@@ -260,6 +284,7 @@ def _decay_carries_on(rows: list[Row]) -> tuple[Verdict, str]:
 
 LITTLE_MORE = 1.5  # times the operations of static reading: what "relatively little extra compute" may be
 _SCORED, _COST = dict(what=("static", "plain", "fast")), dict(what="cost")
+# Six of the abstract and Figure 2, and one of our own.
 CLAIMS = (
     Claim(
         "learning-gains",

@@ -73,7 +73,16 @@ def arms(
     limit: int,
     seeds: int,
 ) -> list[Arm]:
-    """One per seed, context, corpus and model; the models of NO_POSITIONS also without positions."""
+    """One arm per seed, context, corpus and model; the models of NO_POSITIONS also without positions.
+
+    Args:
+        parts: (context, corpus, models).
+        dim, depth: of the models.
+        length, batch: tokens of a segment, and segments of a batch.
+        tokens, lr: read in training, and its rate.
+        limit: tokens kept of each split; 0 for all.
+        seeds: of everything.
+    """
     rest = dict(dim=dim, depth=depth, length=length, batch=batch, tokens=int(tokens), lr=lr, limit=limit)
     found = []
     for seed in range(seeds):
@@ -100,6 +109,7 @@ def make(arm: dict, vocab: int) -> Any:
     """The model of an arm."""
     from fastweights.lab.tasks import models
 
+    # The application's models have a convolution and their own head count; the others are the paper's layers.
     name, depth, words = arm["model"], arm["depth"], arm["corpus"].endswith("words")
     how: dict[str, Any] = dict(dim=arm["dim"], heads=4, dropout=0.1 if words else 0.0)
     if arm["group"] == "application":
@@ -125,6 +135,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     carried = arm["group"] != "limited"
     count = max(1, arm["tokens"] // (arm["batch"] * arm["length"]))
     began = time.perf_counter()
+    # Training is timed alone; scoring is not.
     train(model, found, arm, carried, count, device, report)
     seconds = time.perf_counter() - began
     parameters = sum(p.numel() for p in model.parameters())
@@ -166,6 +177,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
     groups = _groups(rows)
     sizes = Counter((g, c) for g, c, _, _ in groups)
+    # A panel for every context and corpus with at least three models.
     panels = [p for p, n in sizes.items() if n > 2] or list(sizes)
     columns = min(3, len(panels))
     note = "[as published: WikiText-103, larger models]   * without positions   mean over seeds   lower is better"
@@ -242,6 +254,7 @@ def _closes_the_gap(rows: list[Row]) -> tuple[Verdict, str]:
     """
     found = _test(rows, "limited")
     shares = {}
+    # The share of the way from the sum rule to softmax that the delta rule goes, in log perplexity.
     for corpus, delta, total in _compared(found, "elu-delta", "linear", True):
         softmax = found[corpus, "softmax", True][0]
         shares[corpus] = (math.log(total) - math.log(delta)) / (math.log(total) - math.log(softmax))
@@ -273,6 +286,7 @@ def _said(group: str, *names: str) -> str:
 _GAP = 1 - math.log(PUBLISHED["limited", "elu-delta"][1] / PUBLISHED["limited", "softmax"][1]) / math.log(
     PUBLISHED["limited", "linear"][1] / PUBLISHED["limited", "softmax"][1])  # fmt: skip
 _WORDS = ("limited", "unbounded")
+# Eight claims of Tables 2 to 5, at our size.
 CLAIMS = (
     Claim(
         "delta-beats-sum",

@@ -36,7 +36,17 @@ PUBLISHED = {(True, True): (30.4, 32.1), (False, True): (29.2, 31.2), (True, Fal
 
 def arms(*, norms: tuple[str, ...], features: tuple[str, ...], keys: int, steps: int, seeds: int, times: int,
          segments: int, language: dict) -> list[dict]:  # fmt: skip
-    """Retrieval: one per norm and feature map. Language models: one per norm, with and without positions."""
+    """Retrieval: one arm per norm and feature map. Language models: one per norm, with and without positions.
+
+    Args:
+        norms: of the layer.
+        features: maps of the retrieval models.
+        keys, steps: S of the task, and steps of training.
+        seeds: copies of each retrieval model.
+        times: how many times the trained length the memory is traced over.
+        segments: parts of that trace, and windows that a language model reads on.
+        language: sizes of the language model.
+    """
     found = [dict(task="language", norm=norm, positions=positions, segments=segments, seed=0, **language)
              for positions in (False, True) for norm in norms]  # fmt: skip
     retrieval = dict(keys=keys, steps=steps, seeds=seeds, times=times, segments=segments, seed=0)
@@ -60,6 +70,7 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
     if arm["task"] == "language":
         return language(arm, device=device, report=report)
+    # Scores before the first step too: the memory of an untrained model is a part of the picture.
     task = Task(arm["keys"], replace=True)
     learner = Probe(task, arm["features"], "delta", arm["norm"], copies=arm["seeds"], device=device)
     start = learner.evaluate().tolist()
@@ -121,6 +132,7 @@ def plot(rows: list[Row], path: Path) -> None:
             + (f"The language model is NaN with norm {', '.join(lost)}." if lost else ""))  # fmt: skip
     with plotting.figure(path, 3, 2, size=(5.6, 4.0), title="What each normalisation does to the delta rule",
                          note=note) as axes:  # fmt: skip
+        # Above: loss, length of what is read, memory. Below: gain of the writes, their growth, language models.
         (loss, size, memory), (gain, growth, words) = axes
         for norm in NORMS:
             colour = COLOURS[norm]
@@ -145,6 +157,7 @@ def plot(rows: list[Row], path: Path) -> None:
                     if r["phase"] == "training" and r["norm"] == norm and r["positions"] == positions
                 ]
                 _lines(words, mine, "step", "loss", norm if not positions else "", colour, dashed=positions)
+        # Dotted: where sequences of training ended; to the right the memory reads on.
         trained = max((r["position"] for r in found if r["phase"] == "position"), default=1)
         for ax, heading, across, up in (
             (loss, "Loss", "training step", "loss (0.5: answers nothing)"),
@@ -265,6 +278,7 @@ def _valid(positions: bool, attention: bool) -> float:
     return PUBLISHED[positions, attention][0]
 
 
+# Said in section 4.2 without numbers, which is why they are measured here; Table 3 has those of language models.
 CLAIMS = (
     Claim(
         "no-norm-is-no-use",

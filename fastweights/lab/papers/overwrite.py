@@ -51,7 +51,14 @@ PUBLISHED: dict[str, tuple[float | None, ...]] = {
 
 
 def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: int) -> list[dict]:
-    """One per S and model; seeds train together. The Fast Weight Memory, a loop over tokens, only for S <= 60."""
+    """One arm per S and model; seeds train together. The Fast Weight Memory, a loop over tokens, only for S <= 60.
+
+    Args:
+        models: names of MODELS.
+        keys: numbers of keys S.
+        steps: at most; an eighth of them for the Fast Weight Memory.
+        seeds: copies of each model.
+    """
     return [dict(model=name, S=S, steps=steps // 8 if name.endswith("fwm") else steps, seeds=seeds, seed=0)
             for S in keys for name in models if S <= 60 or not name.endswith("fwm")]  # fmt: skip
 
@@ -67,6 +74,7 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     from fastweights.lab.tasks.key_value_retrieval import Model, Task
 
     features, rule, norm, form = MODELS[arm["model"]]
+    # Seeds train side by side as copies in one model.
     slow: dict[str, Any] = dict(batch=128, lr=1e-4) if features == "tanh" else {}  # as published
     how: dict[str, Any] = dict(form=form, copies=arm["seeds"], device=device) | slow
     learner = Model(Task(arm["S"], replace=True), features, rule, norm, **how)
@@ -123,6 +131,7 @@ def plot(rows: list[Row], path: Path) -> None:
             "sequences of S pairs, as the published scores; right: of 2 S, as in training.")  # fmt: skip
     title = "Overwriting: loss when keys are written again, against the number of keys"
     with plotting.figure(path, 2, size=(7.0, 5.2), title=title, note=note, share_y=True) as (left, right):
+        # The paper's scores belong to the left panel alone: its code scores at L = S.
         for axes, value in ((left, "best"), (right, "best_2S")):
             means = mean_over(rows, ("model", "S"), value)
             for model in (m for m in MODELS if any(m == name for name, _ in means)):
@@ -204,6 +213,7 @@ def _said(model: str, *sizes: int) -> str:
     return ", ".join(f"{PUBLISHED[model][S // 20 - 1]:g} at {S} keys" for S in sizes)
 
 
+# Three of Figure 3, and what its logs say of FAVOR+.
 CLAIMS = (
     Claim(
         "delta-overwrites",

@@ -29,7 +29,16 @@ SUM, DELTA = ("linear", "dpfp-sum"), ("elu-delta", "dpfp-delta", "delta", "gated
 def arms(
     *, models: tuple[str, ...], dim: int, depth: int, tokens: int, epochs: int, lr: float, limit: int, seeds: int
 ) -> list[Arm]:
-    """One per seed and model; a model learns all tasks at once."""
+    """One arm per seed and model; a model learns all tasks at once.
+
+    Args:
+        models: mixers of the blocks.
+        dim, depth: of the models.
+        tokens: words of a batch.
+        epochs, lr: of training.
+        limit: stories kept of each task; 0 for all.
+        seeds: of everything.
+    """
     rest = dict(dim=dim, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
     return [dict(model=m, seed=s, **rest) for s in range(seeds) for m in models]
 
@@ -58,6 +67,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     def objective(words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy(answers(words).float().flatten(0, 1), labels.flatten(), ignore_index=-1)
 
+    # Stories are shuffled within an epoch, and so are their batches, which hold stories of like length.
     train, order = list(found.train), random.Random(arm["seed"])
     step = Steps(model, objective, device, lr=arm["lr"])
     for epoch in range(arm["epochs"]):
@@ -105,6 +115,7 @@ def plot(rows: list[Row], path: Path) -> None:
     grid = np.array([[means[m, t] for t in tasks] + [np.mean([means[m, t] for t in tasks])] for m in names]) * 100
     with plotting.figure(path, size=(11, 1.2 + 0.42 * len(names)), title="Wrong answers in percent, by task") as ax:
         ax.imshow(grid, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        # The number in every cell, white on dark.
         for i, j in np.ndindex(grid.shape):
             ax.text(j, i, f"{grid[i, j]:.0f}", ha="center", va="center", fontsize=8.5,
                     color="white" if grid[i, j] > 55 else plotting.INK)  # fmt: skip
@@ -154,6 +165,7 @@ def _delta_beats_softmax(rows: list[Row]) -> tuple[Verdict, str]:
 
 NEAR = 5.0  # percent more wrong answers than softmax
 _SOURCE = "extension that reviewers asked for"
+# Two that reviewers of the paper proposed, and one of our own.
 CLAIMS = (
     Claim(
         "near-softmax",

@@ -41,7 +41,17 @@ def arms(
     rates: tuple[float, ...],
     seeds: int,
 ) -> list[Arm]:
-    """One per seed, learning rate, width and model."""
+    """One arm per seed, learning rate, width and model.
+
+    Args:
+        models: mixers of the two blocks.
+        widths: of the models.
+        pairs: the most in a sequence; powers of two below it are trained and tested too.
+        vocab: keys and values together.
+        batch, steps: sequences per step, and steps.
+        rates: learning rates to choose from.
+        seeds: of everything.
+    """
     rest = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps)
     return [dict(model=m, width=w, seed=s, **rest, lr=lr) for s in range(seeds) for lr in rates for w in widths
             for m in models]  # fmt: skip
@@ -72,6 +82,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     step = Steps(model, lambda tokens, labels: cross_entropy(
         answers(model, tokens).float().flatten(0, 1), labels[:, labels.shape[1] // 2 :: 2].flatten(), ignore_index=-1
     ), device, lr=arm["lr"])  # fmt: skip
+    # Fresh sequences at every step, each with its own number of pairs.
     for i in range(arm["steps"]):
         some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
         loss = step(rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
@@ -80,6 +91,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     parameters = sum(p.numel() for p in model.parameters())
     state = state_size(model)
     shares = {}
+    # Other seeds than in training: one set of sequences chooses the rate, another is reported.
     for name, stream in (("valid", VALID), ("accuracy", TEST)):
         generator.manual_seed(stream + arm["seed"])
         shares[name] = [accuracy(model, n, most, vocab, generator, device) for n in counts(most)]
@@ -177,6 +189,7 @@ def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     return less((share[w, b], share[w, a]) for a, b in pairs for w in widths), ours
 
 
+# Two of the paper's Figure 2, and the question that stands behind the delta rule.
 CLAIMS = (
     Claim(
         "attention-recalls-all",

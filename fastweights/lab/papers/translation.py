@@ -39,7 +39,16 @@ def arms(
     limit: int,
     seeds: int,
 ) -> list[Arm]:
-    """One per seed and kind of attention."""
+    """One arm per seed and kind of attention.
+
+    Args:
+        kinds: "softmax", or a feature map.
+        dim, heads, depth: of encoder and decoder.
+        tokens: words of a batch.
+        epochs, lr: of training.
+        limit: sentences kept of each split; 0 for all.
+        seeds: of everything.
+    """
     rest = dict(dim=dim, heads=heads, depth=depth, tokens=tokens, epochs=epochs, lr=lr, limit=limit)
     return [dict(kind=k, seed=s, **rest) for s in range(seeds) for k in kinds]
 
@@ -73,6 +82,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     step = Steps(model, objective, device, lr=arm["lr"], weight_decay=0.01)
     order = random.Random(arm["seed"])
     pairs = list(found.splits["train"])
+    # Sentences are shuffled within an epoch, and so are their batches.
     for epoch in range(arm["epochs"]):
         order.shuffle(pairs)
         batches = sentence_pairs.arrays(pairs, found, arm["tokens"])
@@ -171,6 +181,7 @@ def _said(*kinds: str) -> str:
 
 WITHIN = 1.5  # BLEU: what "about a point" may be
 _SOURCE = "Table 1, WMT14"
+# The three that Table 1 shows, with thresholds where it says "about".
 CLAIMS = (
     Claim(
         "deterministic-is-near",

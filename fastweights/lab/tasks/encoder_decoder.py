@@ -57,7 +57,14 @@ class Attend(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, attention to a source in a decoder, feed-forward; norms come first."""
+    """Self-attention, attention to a source in a decoder, feed-forward; norms come first.
+
+    Args:
+        dim, heads: width and heads.
+        kind: of attention: "softmax" or a feature map.
+        dropout: after each part.
+        decoder: whether it attends to a source, and to its own past alone.
+    """
 
     def __init__(self, dim: int, heads: int, kind: str, dropout: float, decoder: bool):
         super().__init__()
@@ -76,7 +83,14 @@ class Layer(nn.Module):
 
 
 class Translator(nn.Module):
-    """source (B, S), target (B, T) -> logits (B, T, V) of the words that follow the target's."""
+    """source (B, S), target (B, T) -> logits (B, T, V) of the words that follow the target's.
+
+    Args:
+        source, target: sizes of the two vocabularies.
+        dim, heads, depth: of encoder and decoder.
+        kind: of all attention: "softmax" or a feature map.
+        dropout: in training.
+    """
 
     def __init__(self, source: int, target: int, *, dim: int, heads: int, depth: int, kind: str, dropout: float):
         super().__init__()
@@ -127,7 +141,7 @@ class Translator(nn.Module):
 
 @torch.no_grad()
 def translate(model: Translator, found: Pairs, split: str, device: str) -> tuple[list[str], list[str]]:
-    """Hypotheses and references."""
+    """Greedy translations of a split, and what they should be: (hypotheses, references), words joined by spaces."""
     model.eval()
     words = {i: w for w, i in found.target.items()}
     hypotheses, references = [], []

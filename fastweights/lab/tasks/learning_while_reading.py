@@ -60,7 +60,10 @@ def train(model: Any, found: Text, arm: Arm, device: str, report: Callable[[floa
 
 
 def choose_rate(model: Any, found: Text, arm: Arm, device: str, report: Callable[[float, str], None]) -> float:
-    """The rate with which dynamic evaluation scores some validation documents best."""
+    """The rate of RATES with which dynamic evaluation scores some validation documents best.
+
+    Test documents are scored with that rate alone.
+    """
     docs, best = documents(found, "valid", arm["scored"] // 6), (math.inf, RATES[0])
     for lr in RATES:
         report(0.9, f"{arm['body']}: dynamic evaluation at {lr:g}")

@@ -75,7 +75,15 @@ class Network(nn.Module):
 
 
 class Learner:
-    """Copies of a network, stacked with `torch.func`, their optimiser and their data (see engine/training.py)."""
+    """Copies of a network, stacked with `torch.func`, their optimiser and their data (see engine/training.py).
+
+    Args:
+        model: "lstm", or a key of RECURRENT.
+        R: hidden units.
+        copies: seeds, which train together.
+        device: "cpu" or "cuda".
+        batch: sequences per step and copy.
+    """
 
     def __init__(self, model: str, R: int, copies: int, device: str, batch: int = 128):
         self.copies, self.device, self.batch = copies, device, batch

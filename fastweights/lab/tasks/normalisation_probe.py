@@ -57,8 +57,11 @@ class Probe(Model):
     def trace(self, segments: int, times: int) -> list[dict[str, float]]:
         """Along sequences `times` as long as those of training, in float64, after each of `segments` parts.
 
-        growth: the largest singular value of the product of all transitions so far: how much a memory that was there
-        before the first pair can have grown.
+        Returns:
+            Per part: its end (position), the length of the memory and of z, the length of what is retrieved, the gain
+                of the
+            writes (median, 5 and 95 percent), and growth, the largest singular value of the product of all transitions
+            so far: how much a memory that was there before the first pair can have grown.
         """
         keys, values = self.task.sequences(4, times * self.task.length, self.copies, self.device)
         raw, beta = (x.double() for x in self.written(keys, values))

@@ -134,6 +134,7 @@ def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, li
     plan = _plans.get(key)
     if plan is None:
         plan = plan_forward(given, inputs, spec, whole, save)
+        # The first call compiles: kernels of both passes side by side, rather than the backward's at the first step.
         if save:  # the backward pass will follow: its kernels are compiled beside these
             saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in saves(inputs, spec, layout)]
             plan.finish(plan_backward([inputs.v, None, *given, *saved], inputs, spec, whole))
@@ -187,6 +188,7 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
     X = inverse.inverse(plan, x.k, beta, log_g, where, precision) if spec.delta else None
     walk, B = (x.q, x.k, x.v, beta, log_g, X), inputs.q.shape[0]
     start = x.state
+    # Long sequences of few heads: sections walk side by side once the memory before each is known.
     if n > 1:
         start = sequence_parallel.before_each(plan, B, *walk, start, where, spec, precision)
     o, state, S, u = forward_kernels.walk(plan, *walk, start, where, spec, precision, width=x.v.shape[-1], save=save)
@@ -240,6 +242,7 @@ def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: lis
         arrays = (x.q, x.k, beta, log_g, X, do, end)
         end = sequence_parallel.after_each(plan, B, *arrays, where, spec, precision)
     dy, dstate, D = backward_kernels.reverse(plan, x.q, x.k, beta, log_g, X, do, end, where, spec, precision, save=True)
+    # S and D are known at the ends of spans, or at both ends of every row.
     if where.every > 1:
         u = u if spec.delta else x.v
         dq, dk, dbeta = spans.past(plan, x.k, x.beta, S, do, u, dy, where, spec, precision)

@@ -38,6 +38,13 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
 
     the last term because a key reads what it corrects. It writes dy, D after each span (D_saved), and at the end D0,
     the gradient of the state before the first token.
+
+        q, k, do    (tokens, H, K), (tokens, H, K), (tokens, H, V): queries, keys, gradient of the outputs
+        beta, log_g (rows, H, C), X (rows, H, C, C): rates and inverses of the chunks
+        D1          (sequences, H, K, V): gradient of the state after the last token, or None
+        dy          (tokens, H, V), written: gradient of the values before the solve
+        D_saved     (spans, H, V, K), written: D after each span;  D0 (sequences, H, K, V), written: D before the first
+        token
     """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
@@ -48,9 +55,11 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
     at_D = d[None, :] * V + e[:, None]
     in_D = (d < K)[None, :] & (e < V)[:, None]
     first, length, row0, span0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
+    # D starts as the gradient of the final state: what comes after the sequence asks of its memory.
     D = tl.zeros([BV, BK], tl.float32)
     if D1 is not None:
         D = tl.load(D1 + (n * H + head) * K * V + at_D, mask=in_D, other=0.0)
+    # Tiles are loaded by the TMA unit where it can take them: a descriptor says once where a tensor lies.
     chunks = tl.cdiv(length, C)
     q, k = describe(q, tokens, H * K, C, BK, TMA), describe(k, tokens, H * K, C, BK, TMA)
     do = describe(do, tokens, H * V, C, BV, TMA)
@@ -64,12 +73,14 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         k_i = load_tile(k, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
         q_i = load_tile(q, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
         do_i = tl.trans(load_tile(do, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
+        # Sums stay in float32; only what enters a product is rounded to the inputs' dtype.
         D_low = D.to(dtype)
         if SAVE:
             span = (span0 + step // SAVE) * H + head
             ends = (back == 0) | (step % SAVE == SAVE - 1)
             store_block(D_saved, D_low, span, column, 0, V, K, BV, BK, ends)
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+        # Errors of this chunk are read by its own queries (A) and, through the memory, by all that follow (D).
         A = product(q_i, tl.trans(k_i), None, PRECISION)  # [C, C]
         du = product(D_low, tl.trans(k_i), None, PRECISION)  # [BV, C]
         do_r = do_i
@@ -84,11 +95,13 @@ def _reverse(q, k, beta, log_g, X, do, D1, dy, D_saved, D0, of_sequence, of_row,
         du = product(do_i, tl.where(seen, A, 0.0).to(dtype), du, PRECISION)
         D = product(do_r, q_i, D, PRECISION)
         if DELTA:
+            # Through the triangular system, dy = du X. What a key reads is taken from its value: a minus in D.
             X_i = load_block(X, at, 0, 0, C, C, C, C, TMA)  # [C, C]
             du = solve(du.to(dtype), X_i, PRECISION)
             z = -du
             if BETA:
                 z *= tl.load(beta + at * C + i)[None, :]
+            # Where spans have several rows, the walks that follow want dy with its rate, which is dv.
             if SAVE > 1:
                 du = -z
             if DECAY:
@@ -119,12 +132,14 @@ def _values(k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, g
     u_i = load_tile(v, token, head, first, left, H, V, C, BV)
     if DELTA:
         kS = tl.zeros([C, BV], tl.float32)
+        # What the keys retrieve of the memory before the chunk, BK features at a time.
         for first_d in range(0, K, BK):
             k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
             S_d = load_block(S, at, first, first_d, V, K, BV, BK)
             kS = product(k_d, tl.trans(S_d), kS, PRECISION)
         if DECAY:
             kS *= g[:, None]
+        # The error that is written is computed again rather than loaded: it was never stored.
         y = u_i - kS
         if BETA and HALF:
             gb += tl.sum(dy_i.to(tl.float32) * y, 1)
@@ -134,10 +149,12 @@ def _values(k, v, X, S, do, dy, b, g, at, token, head, left, first, dA, R, gb, g
         if BETA and not HALF:
             gb += tl.sum(dy_i.to(tl.float32) * u, 1) / b  # u / b is the error itself: no difference of large sums
         u_i = u.to(dtype)
+        # How the loss changes with what key i reads of the error of token j
         R = product(dy_i, tl.trans(u_i), R, PRECISION)
     elif BETA:
         gb += tl.sum(dy_i.to(tl.float32) * u_i, 1)
         u_i = (u_i * b[:, None]).to(dtype)
+    # and with what query i reads of it
     dA = product(do_i, tl.trans(u_i), dA, PRECISION)
     if BETA:
         dy_i = (dy_i * b[:, None]).to(dtype)
@@ -156,6 +173,7 @@ def _between(P, C: tl.constexpr, AT: tl.constexpr):
     Summed as it stands. The difference of two running sums of rows and columns would be shorter, and cancel.
     """
     i = tl.arange(0, C)
+    # Row i, column t: the sum of what i reads of writes before t.
     until = tl.cumsum(P, 1) - P  # [i, t]
     later = i[:, None] >= i[None, :] if AT else i[:, None] > i[None, :]
     return tl.sum(tl.where(later, until, 0.0), 0)
@@ -178,12 +196,18 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     of
     log_decay has three parts: within the chunk (`_between`), through what the memory keeps, and through reads and
     writes of each token. u is written to memory only where values do not fit one block.
+
+        q, k, v, do (tokens, H, .), beta, log_g (rows, H, C), X (rows, H, C, C): as above
+        S, D        (rows, H, V, K): the memory before each chunk and its gradient after it
+        dy          (tokens, H, V): as `_reverse` left it, overwritten with dv;  u (tokens, H, V): room for wide values
+        dq, dk      (tokens, H, K), written;  dbeta, dlog_decay (tokens, H), written where there are rates
     """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
+    # Values in one block stay on the chip from the first pass to the second; wider ones go through memory.
     whole: tl.constexpr = V <= BV  # u stays on the chip
     HALF: tl.constexpr = dtype == tl.float16  # whose range is too small to divide by beta
     dA = tl.zeros([C, C], tl.float32)
@@ -197,6 +221,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     if DECAY:
         log_g_i = tl.load(log_g + at * C + i)
         g = decay(log_g_i)
+    # First pass, over values: do, dv and u, and the two [C, C] matrices of gradients.
     if whole:
         do_i, dv_i, u_i, dA, R, gb, gr = _values(
             k, v, X, S, do, dy, b, g, at, token, head, left, 0, dA, R, gb, gr,
@@ -208,6 +233,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
                 H, K, V, C, BK, BV, DELTA, BETA, DECAY, PRECISION, HALF)  # fmt: skip
             store_tile(u, u_i, token, head, first, left, H, V, C, BV)
         tl.debug_barrier()  # u and dv are written
+    # Queries see errors up to their own token, or up to the one before; keys those before alone.
     seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
     below = i[:, None] > i[None, :]
     if DECAY:
@@ -220,9 +246,11 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
             k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
             q_d = load_tile(q, token, head, first_d, left, H, K, C, BK)
             A = product(q_d, tl.trans(k_d), A, PRECISION)
+        # Every product of a read and a write carries the decay of all tokens between the two.
         within = _between(tl.where(seen, dA * A, 0.0), C, not BEFORE)  # of log a: through the chunk itself
     dA_low = tl.where(seen, dA, 0.0).to(dtype)
     if DELTA:
+        # Keys read keys, so R is used as it is and transposed: as the gradient of the reader and of the writer.
         R = tl.where(below, R, 0.0)
         if (BETA and HALF) or DECAY:
             L = tl.zeros([C, C], tl.float32)
@@ -239,6 +267,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
     kept = 0.0  # of log a: through the memory, which outlasts the chunk,
     reads = tl.zeros([C], tl.float32)  # what token i reads of it,
     writes = tl.zeros([C], tl.float32)  # and what it leaves there
+    # Second pass, over key features: gradients of q and k from the memory, its gradient, and the [C, C] matrices.
     for first_d in range(0, K, BK):  # transposed: every operand is in shared memory, and only sums are in registers
         gq = tl.zeros([BK, C], tl.float32)
         gk = tl.zeros([BK, C], tl.float32)  # of a key, as it writes,
@@ -256,6 +285,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
                 gS = product(S_i, tl.trans(dv_i), gS, PRECISION)
             if DECAY:
                 kept += tl.sum(D_i.to(tl.float32) * S_i) * decay(log_end)
+        # So far gq, gk and gS hold what goes through the memory; what stays within the chunk is added below.
         k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))  # [BK, C]
         q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
         if DECAY:
@@ -272,6 +302,7 @@ def _local(q, k, v, beta, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay, 
         store_tile(dk, tl.trans(gk), token, head, first_d, left, H, K, C, BK)
     rate = (token + i) * H + head
     if DECAY:
+        # Through the memory: what it keeps of before the chunk, what earlier tokens wrote, and what later ones read.
         total = within + kept + tl.cumsum(writes, 0) - writes + tl.cumsum(reads - gr, 0, reverse=True)
         if BEFORE:
             total -= reads
@@ -300,6 +331,7 @@ def reverse(plan, q, k, beta, log_g, X, do, dstate, layout, spec, precision, *, 
     D = plan.empty((layout.span_room, H, V, K), do.dtype) if save else None
     BK = blocks.wide(k)
     shape = (layout.sequences, H, K, V)
+    # Wide keys are walked on the state itself, which must start as the gradient that was given.
     before = wide_keys.working_memory(plan, dstate, shape) if BK else plan.empty(shape, torch.float32)
     switches = (spec.delta, spec.before, beta is not None, log_g is not None, layout.of_row is not None, out, save,
                 precision)  # fmt: skip

@@ -41,11 +41,15 @@ def _forward(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexp
     One program owns that tile of y. It reads W shifted tiles of x (or of `before` at the start), which the cache
     serves, and sums them in float32. The program of the first tokens also writes `last`, the inputs that the next call
     needs.
+
+        x           (B, T, N) with these strides, channels side by side;  weight (W, N);  before (B, W - 1, N) or None
+        y           (B, T, N), written;  last (B, W - 1, N), written
     """
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < N)[None, :]
+    # One tap after the other, each a shifted tile of the inputs.
     total = tl.zeros([BT, BC], tl.float32)
     for j in tl.static_range(W):
         w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
@@ -84,11 +88,16 @@ def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, bat
 
     One program owns that tile of dx. Its share of the taps' gradient, [W, BC], goes to a row of dweight of its own;
     `sum_rows` adds them up afterwards, so that the sum does not depend on who comes first.
+
+        dy          (B, T, N);  dlast (B, W - 1, N) or None;  x, weight, before: as in the forward pass
+        dx          (B, T, N), written;  dbefore (B, W - 1, N), written where there is a `before`
+        dweight     (B * blocks of tokens, W, N), written: a part of the taps' gradient per block
     """
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < N)[None, :]
+    # The gradient of x, then that of the taps: the product of dy with each shifted tile, summed over tokens.
     of_x = _slope(dy, dlast, weight, b, t, c, inside, T, W, N)
     tl.store(dx + (b * T + t)[:, None] * dx_stride + c[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
     g = tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -96,6 +105,7 @@ def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, bat
     for j in tl.static_range(W):
         seen = _history(x, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
         tl.store(dweight + (part + j) * N + c, tl.sum(g * seen, 0), mask=c < N)
+    # The inputs before the first token belong to the program of the first tokens.
     if dbefore is not None:  # noqa: SIM102 - this is known when compiling, the other is not
         if tl.program_id(0) == 0:
             i = tl.arange(0, BT)
@@ -217,7 +227,13 @@ class Convolve(torch.autograd.Function):
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(y, the last W - 1 inputs) for x (B, T, channels), weight (W, channels) and before (B, W - 1, channels)."""
+    """(y, the last W - 1 inputs), with gradients where they are wanted.
+
+    Args:
+        x: (B, T, channels); copied where channels do not lie side by side.
+        weight: (W, channels), W at most 16.
+        before: (B, W - 1, channels), the inputs before the first token; zeros when None.
+    """
     x = x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 else x.contiguous().clone()
     weight, before = aligned(weight), None if before is None else aligned(before)
     given = [t for t in (x, weight, before) if t is not None]

@@ -21,6 +21,7 @@ def _log_sum(z, out, width, stride, BLOCK: tl.constexpr):
     at = z + row * stride
     column = tl.arange(0, BLOCK)
     x = tl.load(at + column, mask=column < width, other=-float("inf")).to(tl.float32)
+    # `top` is the largest logit so far; sums are of exponentials relative to it.
     top = tl.max(x, 0)
     total = tl.exp(x - top)
     for a in range(BLOCK, width, BLOCK):
@@ -41,6 +42,9 @@ def _gradient(
 
     One program owns that tile, R rows at a time. e (HAS_E) is what the words give to a second gradient, and p - [v = y]
     takes its place. SUMS: the column sums of dz over the tile go to `sums`, for the gradient of the bias.
+
+        z, e        (rows, width) with these strides, overwritten;  sums (blocks of ROWS tokens, width), written
+        log_sum, offset, of_loss, label (rows,);  first: number of the block's first word
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # one program: ROWS tokens of BLOCK words
     inside = column < width
@@ -51,6 +55,7 @@ def _gradient(
         lse = tl.load(log_sum + row, mask=real, other=0.0)
         factor = tl.load(offset + row, mask=real, other=0.0)[:, None]
         mine = tl.load(of_loss + row, mask=real, other=0.0)
+        # Where the label's own word is, if it is in this block.
         hit = column[None, :] == (tl.load(label + row, mask=real, other=-1) - first)[:, None]
         mask = real[:, None] & inside[None, :]
         at = row.to(tl.int64)[:, None] * z_stride + column[None, :]

@@ -79,10 +79,13 @@ def _forward(x, y, table, rows, stride, head_stride, H: tl.constexpr, D: tl.cons
 
     With a norm it goes over the features twice: once for their sum, and once to write them. They are computed again
     rather than kept: x is on the chip, and two small products cost less than memory.
+
+        x           rows of D numbers as in features.py;  table (2, W, BD);  y (rows, W), written
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     x_i = _rows(x, row, rows, stride, head_stride, H, D, BD)
     if NORM:
+        # First over all features for what normalises them, then once more to write them.
         total = tl.zeros([R], tl.float32)
         for first in range(0, W, B):
             a, b = _factors(x_i, table, first, W, B, BD, PRECISION)
@@ -107,6 +110,8 @@ def _backward(x, dy, dx, table, rows, stride, head_stride, H: tl.constexpr, D: t
 
     A first pass over the features finds what the norm took out (their sum, and the gradient along them); the second
     sends the gradient of every feature back to its two factors, dx = (g relu(b) [a > 0]) A^T + (g relu(a) [b > 0]) B^T.
+
+        x, table    as in the forward pass;  dy (rows, W);  dx (rows, D), written
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     x_i = _rows(x, row, rows, stride, head_stride, H, D, BD)
@@ -121,6 +126,7 @@ def _backward(x, dy, dx, table, rows, stride, head_stride, H: tl.constexpr, D: t
             along += tl.sum(phi * _slopes(dy, row, rows, first, W, B), 1)
         s = _scale(total, NORM, EPS)
         shrink = along * s * s if NORM == 1 else along * s * s * s
+    # dx, added up over the features that each input is a factor of.
     P = tl.zeros([R, BD], tl.float32)
     for first in range(0, W, B):
         a, b = _factors(x_i, table, first, W, B, BD, PRECISION)

@@ -65,6 +65,7 @@ def scale(phi, NORM: tl.constexpr, EPS: tl.constexpr):
 def normalised_slope(g, phi, NORM: tl.constexpr, EPS: tl.constexpr):
     """The gradient of phi [R, W] from that of its normalised rows."""
     s = scale(phi, NORM, EPS)[:, None]
+    # A norm does not see a change along the features: that part of the gradient goes.
     e = s * s * tl.sum(g * phi, 1)[:, None]
     along = s * phi if NORM == 2 else tl.where(phi > 0, 1.0, tl.where(phi < 0, -1.0, 0.0))
     return s * g - e * along
@@ -77,6 +78,7 @@ def _phi(x, at, f, inside, D: tl.constexpr, KIND: tl.constexpr):
     KIND: 0 identity, 1 relu, 2 silu, 3 elu+1, 4 DPFP.
     """
     if KIND == 4:
+        # DPFP: feature f is u_m times u rolled by f // (2 D) + 1.
         m = f % (2 * D)
         return _half(x, at, m, inside, D) * _half(x, at, (m - f // (2 * D) - 1 + 2 * D) % (2 * D), inside, D)
     else:
@@ -89,6 +91,9 @@ def _forward(x, y, rows, stride, head_stride, H: tl.constexpr, D: tl.constexpr, 
     """y = phi(x), normalised, for R rows, all features of a row in one program.
 
     A row is one token of one head; the sum that normalises it never leaves the program.
+
+        x           rows of D numbers at row // H * stride + row % H * head_stride;  y (rows, W), written
+        R, BW       rows of a program, and features rounded up to a power of two
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     f = tl.arange(0, BW)
@@ -108,6 +113,8 @@ def _backward(x, dy, dx, rows, stride, head_stride, H: tl.constexpr, W: tl.const
     Features are computed again from x. With s what normalises and phi the features, the norm's part is
     g <- s g - s^2 (g . phi) times the slope of the sum (sum norm) or times s phi (L2 norm); then comes the map's own
     slope.
+
+        x           as in the forward pass;  dy (rows, W);  dx (rows, W), written
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     f = tl.arange(0, BW)

@@ -44,6 +44,12 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
     with g, r and g_end the decay to a token, to what it reads, and of the whole chunk. It writes o, S before each span
     of SAVE chunks (S_saved), u where a span has several (u_saved), and S1 after the last chunk. Without VALUES u comes
     from the memory alone, which is how a section's transition is made.
+
+        q, k, v     (tokens, H, K), (tokens, H, K), (tokens, H, V)
+        beta, log_g (rows, H, C), X (rows, H, C, C): rates and inverses of the chunks
+        S0, S1      (sequences, H, K, V): the state before the first token (or None) and, written, after the last
+        o, u_saved  (tokens, H, V), written: outputs, and errors where the backward pass will not compute them again
+        S_saved     (spans, H, V, K), written: the memory before each span
     """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
@@ -54,6 +60,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
     at_S = d[None, :] * V + e[:, None]
     in_S = (d < K)[None, :] & (e < V)[:, None]
     first, length, row0, span0 = find_sequence(of_sequence, T, per, n, SAVE if SAVE else 1, PACKED)
+    # S starts as the state that was given, or empty.
     S = tl.zeros([BV, BK], tl.float32)
     if S0 is not None:
         S = tl.load(S0 + (n * H + head) * K * V + at_S, mask=in_S, other=0.0)
@@ -66,19 +73,23 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
         u_saved = describe(u_saved, tokens, H * V, C, BV, TMA)
     if DELTA:
         X = describe(X, tokens * H, C, C, C, TMA)
+    # Loads of later chunks run ahead of the products (STAGES); only S is carried from one to the next.
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
         k_i = load_tile(k, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
         if VALUES:
             u = tl.trans(load_tile(v, token, head, column, left, H, V, C, BV, TMA))  # [BV, C]
+        # Sums stay in float32; only what enters a product is rounded to the inputs' dtype.
         S_low = S.to(dtype)
         if SAVE:
+            # At the start of each span the memory is kept, from where the backward pass can walk again.
             span = (span0 + step // SAVE) * H + head
             store_block(S_saved, S_low, span, column, 0, V, K, BV, BK, step % SAVE == 0)
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
             log_end = tl.load(log_g + at * C + C - 1)
         if DELTA:
+            # The errors: values less what their keys retrieve of the memory before the chunk, through the inverse.
             X_i = load_block(X, at, 0, 0, C, C, C, C, TMA)  # [C, C]
             kS = product(S_low, tl.trans(k_i), None, PRECISION)
             if DECAY:
@@ -92,6 +103,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
         elif BETA:
             u = (u * tl.load(beta + at * C + i)[None, :]).to(dtype)
         if OUT:
+            # Queries read the memory before the chunk, and the errors of the chunk that they may see.
             q_i = load_tile(q, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
             seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
             A = product(k_i, tl.trans(q_i), None, PRECISION)  # [C, C], a column for each query
@@ -103,6 +115,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
             o_i = product(u, tl.where(seen, A, 0.0).to(dtype), o_i, PRECISION)
             store_tile(o, tl.trans(o_i), token, head, column, left, H, V, C, BV, TMA)
         if DECAY:
+            # The memory decays over the whole chunk, and each error from its token to the chunk's end.
             S *= decay(log_end)
             u = (u * decay(log_end - log_g_i)[None, :]).to(dtype)
         S = product(u, k_i, S, PRECISION)
@@ -127,6 +140,7 @@ def walk(plan, q, k, v, beta, log_g, X, state, layout, spec, precision, *, width
     save = layout.every if save else 0
     S = plan.empty((layout.span_room, H, V, K), k.dtype) if save else None
     u = plan.empty((*k.shape[:3], V), k.dtype) if delta and save > 1 else None
+    # Memories that fit registers are walked there; wider ones in the cache.
     BK = blocks.wide(k)
     shape = (layout.sequences, H, K, V)
     after = wide_keys.working_memory(plan, state, shape) if BK else plan.empty(shape, torch.float32)

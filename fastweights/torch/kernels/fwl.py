@@ -119,6 +119,10 @@ def _normal(y, bias, within, chunks, scale, shift, xhat, rstd, fast_scale, featu
 
     Changes come in two parts, within the token's chunk and of all chunks before it, three vectors side by side: of the
     bias, of the scale and of the shift.
+
+        y           (N, size) with this stride;  bias, scale, shift (size,)
+        within      (N, 3 size), chunks (N / C, 3 size): changes of earlier tokens, for FAST
+        xhat, features, fast_scale (N, size), rstd (N,), written
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -132,6 +136,7 @@ def _normal(y, bias, within, chunks, scale, shift, xhat, rstd, fast_scale, featu
         s -= _load(within + size, column, mask) + _load(chunks + size, column, mask)
         b -= _load(within + 2 * size, column, mask) + _load(chunks + 2 * size, column, mask)
         _store(fast_scale + row * size, column, s, mask)
+    # Mean 0 and variance 1 over the row; columns past its end stay 0.
     x = tl.where(mask, x - tl.sum(x, 0) / size, 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
     x *= inverse
@@ -142,7 +147,11 @@ def _normal(y, bias, within, chunks, scale, shift, xhat, rstd, fast_scale, featu
 
 @triton.jit
 def _slow_gradient(r, share, xhat, rstd, scale, e, g, v, changes, size, BLOCK: tl.constexpr):
-    """g2, -e_2 g2 and the three changes of one token, from the gradient r at its features."""
+    """g2, -e_2 g2 and the three changes of one token, from the gradient r at its features.
+
+    r, xhat     (N, size);  share, rstd (N,);  scale (size,);  e (6,)
+    g, v        (N, size), changes (N, 3 size), written
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -174,7 +183,11 @@ def _fast_backward(of, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr)
 @triton.jit
 def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std, of_scale, dots,
                  C, size, BLOCK: tl.constexpr):  # fmt: skip
-    """Back through `_slow_gradient` for one token; its shares of the gradients of e_2 to e_5 go into dots."""
+    """Back through `_slow_gradient` for one token; its shares of the gradients of e_2 to e_5 go into dots.
+
+    of_g, of_v  (N, size), within (N, 3 size), chunks (N / C, 3 size): gradients of what `_slow_gradient` wrote
+    of_r, of_xhat, of_scale (N, size), of_std (N,), and columns 2 to 5 of dots (N, 6), written
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -188,6 +201,7 @@ def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, 
     part = tl.load(share + row)
     dn = _load(r, at, mask) * part
     e2, e3, e4, e5 = tl.load(e + 2), tl.load(e + 3), tl.load(e + 4), tl.load(e + 5)
+    # As in fwl_passes.slow_second, a row at a time.
     of_q = (_load(of_g, at, mask) - value * e2 - added0 * e3) * tl.load(rstd + row)
     along = tl.sum(x * of_q, 0) / size
     of_dxhat = of_q - tl.sum(of_q, 0) / size - x * along

@@ -23,6 +23,7 @@ def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
     n: tl.constexpr = C // 16
     block = tl.arange(0, n)
     same = block[:, None, None, None] == block[None, None, :, None]
+    # Triton cannot index blocks, so the diagonal ones are picked by a mask and a sum over the others.
     inner = tl.sum(tl.where(same, tl.reshape(L, [n, 16, n, 16]), 0.0), 2)  # [n, 16, 16] on the diagonal
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
@@ -30,6 +31,7 @@ def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
     for size in tl.static_range(1, 4):  # blocks of 2, 4, 8 rows become blocks of 4, 8, 16
         N = tl.where((i >> (size + 1) == j >> (size + 1)) & (i >> size != j >> size), inner, 0.0)
         X -= tl.dot(tl.dot(X, N, input_precision=PRECISION), X, input_precision=PRECISION)
+    # Back to one matrix: D has the four inverses on its diagonal, N what is below them.
     D = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [C, C])
     N = tl.reshape(tl.where(same, 0.0, tl.reshape(L, [n, 16, n, 16])), [C, C])
     D_low = D.to(dtype)
@@ -48,11 +50,16 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
     It reads the keys, BK features at a time, for L = k k^T, scales row i by beta_i and each pair by the decay between
     the two tokens, keeps what is below the diagonal, inverts it on the chip, and writes X [C, C] once. No chunk waits
     for another, so this fills the GPU before the walk, which cannot.
+
+        k           (tokens, H, K);  beta, log_g (rows, H, C) or None
+        X           (rows, H, C, C), written, in the dtype of k
+        SOLVE       the precision of products inside the inverse
     """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     i = tl.arange(0, C)
+    # L = k k^T, scaled: what each key reads of each earlier write of its chunk.
     L = tl.zeros([C, C], tl.float32)
     for first in range(0, K, BK):
         k_i = load_tile(k, token, head, first, left, H, K, C, BK, False)

@@ -85,6 +85,7 @@ def launcher(launch: Launch, device: torch.device) -> Callable[[list, int], None
             kernel[grid](*[None if i is None else tensors[i] for i in slots], *rest, **options)
 
         return interpret
+    # On a GPU: look up what Triton compiled, and keep what its launcher wants of it.
     compile_together([launch], device)
     compiled = _compiled[launch.key(device)]
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata

@@ -124,6 +124,7 @@ class Plan:
             self.finish()
         device = self.device
         tensors: list[Any] = [*given]
+        # Buffers of one run are new every time, since results outlive it; constants stay.
         for buffer in self.buffers[len(self.inputs) :]:
             if type(buffer) is tuple:
                 buffer = torch.empty(buffer[0], dtype=buffer[1], device=device)

@@ -33,6 +33,10 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, to
     One program: BK key features of one span and head. The memory S [BK, BV] at the span's start is read once and then
     carried over its EVERY chunks in registers, S += k u. Per chunk it reads u, do, dv and k, and writes dq and its part
     of dk. beta's gradient is on the diagonal of dv u^T; the program of the first key features writes it.
+
+        do, u, dv   (tokens, H, V): gradient of the outputs, errors times their rate, gradient of the values
+        k           (tokens, H, K);  beta (tokens, H) or None;  S (spans, H, V, K): the memory before each span
+        dq, dk      (tokens, H, K), written;  dbeta (tokens, H), written where there are rates
     """
     at = tl.program_id(1).to(tl.int64)
     span, head = at // H, at % H
@@ -40,6 +44,7 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, to
     dtype = k.dtype.element_ty
     i = tl.arange(0, C)
     first, rest = find_row(of_span, T, per, span, EVERY * C, PACKED)
+    # The memory at the span's start, which is carried on below.
     S_i = tl.trans(load_block(S, at, 0, column, V, K, BV, BK)).to(tl.float32)  # [BK, BV]
     do, u = describe(do, tokens, H * V, C, BV, TMA), describe(u, tokens, H * V, C, BV, TMA)
     k, dq = describe(k, tokens, H * K, C, BK, TMA), describe(dq, tokens, H * K, C, BK, TMA)
@@ -53,10 +58,12 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, to
         S_low = S_i.to(dtype)
         seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
         A = product(u_i, tl.trans(do_i), None, PRECISION)  # [C, C], a column for each query
+        # A query's gradient has its output's gradient where the output had the query: S and u stay what they were.
         gq = product(S_low, tl.trans(do_i), None, PRECISION)  # [BK, C]
         gq = product(k_i, tl.where(seen, A, 0.0).to(dtype), gq, PRECISION)
         store_tile(dq, tl.trans(gq), token, head, column, left, H, K, C, BK, TMA)
         if DELTA:
+            # A key reads as a query does, with -dv in the place of do.
             dv_i = load_tile(dv, token, head, 0, left, H, V, C, BV, TMA)
             A = product(u_i, tl.trans(dv_i), None, PRECISION)
             gk = product(S_low, tl.trans(dv_i), None, PRECISION)
@@ -67,6 +74,7 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, to
                 b = divisor(tl.load(beta + rate, mask=mine, other=1.0).to(tl.float32))
                 gb = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1) / b / b
                 tl.store(dbeta + rate, gb.to(dbeta.dtype.element_ty), mask=mine)
+        # The errors of this chunk join the memory of the next.
         S_i = product(k_i, u_i, S_i, PRECISION)
 
 
@@ -80,6 +88,10 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
     One program: BK key features of one span and head. The gradient D [BK, BV] of the memory at the span's end is read
     once and carried backwards, D += q do - k dv. Per chunk it reads u, do, dv, q and k, and writes dk over what `_past`
     wrote.
+
+        q, k        (tokens, H, K);  do, u, dv (tokens, H, V): as for `_past`
+        D           (spans, H, V, K): the gradient of the memory after each span
+        dk          (tokens, H, K): holds the part of `_past`, and is overwritten with the whole
     """
     at = tl.program_id(1).to(tl.int64)
     span, head = at // H, at % H
@@ -87,6 +99,7 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
     dtype = q.dtype.element_ty
     i = tl.arange(0, C)
     first, rest = find_row(of_span, T, per, span, EVERY * C, PACKED)
+    # The gradient of the memory at the span's end, which is carried backwards below.
     D_i = tl.trans(load_block(D, at, 0, column, V, K, BV, BK)).to(tl.float32)  # [BK, BV]
     do, u = describe(do, tokens, H * V, C, BV, TMA), describe(u, tokens, H * V, C, BV, TMA)
     q, dk = describe(q, tokens, H * K, C, BK, TMA), describe(dk, tokens, H * K, C, BK, TMA)
@@ -102,8 +115,10 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
         D_low = D_i.to(dtype)
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
         A = product(do_i, tl.trans(u_i), None, PRECISION)  # [C, C], a row for each query
+        # A key's gradient as a writer: what all later readers ask of its error.
         gk = product(D_low, tl.trans(u_i), None, PRECISION)  # [BK, C]
         gk = product(q_i, tl.where(seen, A, 0.0).to(dtype), gk, PRECISION)
+        # This chunk's readers join those that the chunk before will have after it.
         D_i = product(q_i, do_i, D_i, PRECISION)
         if DELTA:
             dv_i = load_tile(dv, token, head, 0, left, H, V, C, BV, TMA)
@@ -116,7 +131,13 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
 
 
 def past(plan, k, beta, S, do, u, dv, layout, spec, precision):
-    """Slots of dq, of what keys read of dk, and of dbeta, from the memory S before each span."""
+    """Plan the sums over the past: slots of dq, of what keys read of dk, and of dbeta.
+
+    Args:
+        k, beta, do, u, dv: slots as the kernel takes them.
+        S: slot of the memory before each span, transposed.
+        layout, spec, precision: where tokens are, what is computed, and how products are made.
+    """
     (H, K), V = k.shape[2:], do.shape[3]
     dq, dk = plan.empty(k.shape, k.dtype), plan.empty(k.shape, k.dtype)
     dbeta = None if beta is None else plan.empty(beta.shape, beta.dtype)
@@ -131,7 +152,10 @@ def past(plan, k, beta, S, do, u, dv, layout, spec, precision):
 
 
 def future(plan, q, k, D, do, u, dv, dk, layout, spec, precision):
-    """dk, in the place of what `past` gave of it, from the gradient D of the memory after each span."""
+    """Plan the sums over the future: dk, in the place of what `past` gave of it.
+
+    D: slot of the gradient of the memory after each span, transposed; the others as for `past`.
+    """
     (H, K), V = k.shape[2:], do.shape[3]
     rows, packed = layout.span_rows * H, layout.of_span is not None
     TMA, BV, BK, warps, stages = blocks.spans(layout, k, V, spec.delta, blocks.FUTURE)

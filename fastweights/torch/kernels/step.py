@@ -21,7 +21,10 @@ BV = 16  # columns of the memory per program: many programs, since one token kee
 
 @triton.jit
 def _mapped(x, at, f, K: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):
-    """The features of the x at `at`, rounded as they would be if they were written, [BK]."""
+    """The features [BK] of the x at address `at`, rounded as they would be if they were written.
+
+    That rounding makes one token alone give what it gives among many.
+    """
     phi = _phi(x, at, f[None, :], (f < K)[None, :], D, KIND)
     if NORM:
         phi *= scale(phi, NORM, EPS)[:, None]
@@ -36,6 +39,10 @@ def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr,
 
     One program: BV columns of its memory, all K rows [BK, BV] in registers. It reads them from S0, maps q and k by
     itself (they are short, and so nothing but the memory counts), and writes the columns to S1, which may be S0, and o.
+
+        q, k        (B, H, D) before the feature map, whose width is K;  v (B, H, V);  beta, log_decay (B, H) or None
+        S0, S1      (B, H, K, V): the state before the token (or None) and, written, after it;  o (B, H, V), written
+        KIND, NORM  number of the feature map and of its norm, as in features.py
     """
     at = tl.program_id(1).to(tl.int64)  # row of (B, H)
     d = tl.arange(0, BK)
@@ -45,9 +52,11 @@ def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr,
     S = tl.zeros([BK, BV], tl.float32)
     if S0 is not None:
         S = tl.load(S0 + where, mask=inside, other=0.0)
+    # Every program of a head maps its query and key again: 2 K numbers, next to K BV of the memory.
     q_t = _mapped(q, at * D, d, K, D, KIND, NORM, EPS)
     k_t = _mapped(k, at * D, d, K, D, KIND, NORM, EPS)
     u = tl.load(v + at * V + e, mask=e < V, other=0.0).to(tl.float32)
+    # The equation of core.step, line by line: read before, decay, error, rate, write, read after.
     if BEFORE:
         o_t = tl.sum(q_t[:, None] * S, 0)
     if log_decay is not None:

@@ -2,6 +2,20 @@
 
 Tokens of all sequences form one axis, (B * T, H, width). A row is one chunk of C tokens of one sequence; the rows of a
 sequence follow each other. Without packing both are arithmetic; packed, two small tables say it.
+
+What all kernels of the memory are given after their tensors, and which switches they are compiled for:
+
+    of_sequence, of_row   tables of a packed batch, None otherwise;  T, per, tokens: see `Layout`
+    H, K, V, C            heads, key width, value width, tokens of a chunk
+    BK, BV                key and value features of a block: powers of two, at least as wide where all must fit
+    DELTA, BEFORE         the rule; whether queries read before their own token's write
+    BETA, DECAY, PACKED   whether there are write rates, decays, and packed sequences
+    OUT, SAVE             whether outputs are wanted; rows of a span at whose start the memory is kept, 0 for none
+    PRECISION             how products of float32 are made: exact, or one pass of TF32
+    STAGES, TMA           loads that run ahead; whether the tensor memory accelerator makes them
+
+In comments and docstrings of kernels [a, b] is the shape of a tile that a program holds, (a, b) that of a tensor in
+the GPU's memory. Log decays: log_g from the chunk's start to a token, log_r to what its query reads, log_end of all.
 """
 
 from dataclasses import dataclass, replace
@@ -114,7 +128,9 @@ INTERPRETED = type(find_sequence).__name__ == "InterpretedFunction"  # Triton's 
 
 @triton.jit
 def find_row(of_row, T, per, row, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a row, and how many tokens its sequence has from there on."""
+    """First token of a row, and how many tokens its sequence has from there on; C is then the tokens of a row or of
+    a span.
+    """
     if PACKED:
         return tl.load(of_row + 2 * row), tl.load(of_row + 2 * row + 1)
     else:
@@ -134,7 +150,14 @@ def describe(x, tokens, WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr, T
 @triton.jit
 def load_tile(x, token, head, first, left, H: tl.constexpr, D: tl.constexpr,
               C: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr = False):  # fmt: skip
-    """x[token : token + C, head, first : first + B] [C, B], zero past the sequence's end and past the width D."""
+    """x[token : token + C, head, first : first + B] as a tile [C, B], zero past the sequence's end and past the width
+    D.
+
+    Args:
+        x: pointer to (tokens, H, D), or its descriptor with TMA.
+        token, head, first: the tile's first token, its head, and its first feature.
+        left: tokens of the sequence from `token` on.
+    """
     if TMA:
         return x.load([token.to(tl.int32), (head * D + first).to(tl.int32)])
     else:
@@ -163,7 +186,10 @@ def store_tile(x, value, token, head, first, left, H: tl.constexpr, D: tl.conste
 @triton.jit
 def load_block(x, at, row, column, K: tl.constexpr, V: tl.constexpr,
                BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr = False):  # fmt: skip
-    """x[at, row : row + BK, column : column + BV] of matrices (K, V), zero outside."""
+    """x[at, row : row + BK, column : column + BV] as a tile [BK, BV], zero outside.
+
+    x: pointer to matrices (..., K, V), or its descriptor with TMA;  at: which matrix.
+    """
     if TMA:
         return x.load([(at * K + row).to(tl.int32), column])
     else:
@@ -258,14 +284,22 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
         b = divisor(b)
         tl.store(beta_rows + target, b, mask=(head < H)[None, :])
     if DECAY:
+        # Past the end of a sequence log_decay counts as 0: the memory is kept as it is.
         a = tl.load(log_decay + source, mask=inside, other=0.0).to(tl.float32)
         tl.store(log_g + target, tl.cumsum(a.to(tl.float64), 0).to(log_g.dtype.element_ty), mask=(head < H)[None, :])
 
 
 def rates(plan, beta, log_decay, layout, k):
-    """beta and the running sum of log_decay within each row, as (rows, H, C), no rates in the padding.
+    """Plan the rates by chunks: slots of beta and of the running sum of log_decay within each row, (rows, H, C) each.
 
-    For float32 the sum is in float64: of two that are close, the difference would keep too few digits.
+    For float32 the sum is in float64: of two that are close, the difference would keep too few digits. In the padding
+    nothing is written and nothing decays. (None, None) where there are no rates at all.
+
+    Args:
+        plan: to add the launch to.
+        beta, log_decay: slots (B, T, H), or None.
+        layout: where tokens are.
+        k: slot of the keys, whose dtype decides that of the sums.
     """
     H = k.shape[2]
     if (beta is None and log_decay is None) or not layout.rows:

@@ -33,6 +33,9 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
     at a
     time: first to read the memory (kS, A and o), then, with u known, to write it. A barrier keeps the two apart. S
     starts as the state and ends as the state after the last token; S_saved gets it before every chunk.
+
+    Tensors are those of `forward._forward`, but S (sequences, H, K, V), which is read and written throughout, and
+    S_saved (rows, H, V, K), one per chunk.
     """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
@@ -41,6 +44,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
     first, length, row0, _ = find_sequence(of_sequence, T, per, n, 1, PACKED)
     for step in range(0, tl.cdiv(length, C)):
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
+        # First pass over the features: everything that reads the memory before the chunk.
         u = tl.zeros([BV, C], dtype)
         if VALUES:
             u = tl.trans(load_tile(v, token, head, column, left, H, V, C, BV))
@@ -58,6 +62,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
                 q_d = load_tile(q, token, head, d, left, H, K, C, BK)
                 A = product(k_d, tl.trans(q_d), A, PRECISION)
                 o_i = product(S_d, tl.trans(q_d), o_i, PRECISION)
+        # Between the passes: the errors, and the outputs, as in the narrow walk.
         end = 1.0
         if DECAY:
             log_g_i = tl.load(log_g + at * C + i)
@@ -83,6 +88,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
             u = (u * decay(log_end - log_g_i)[None, :]).to(dtype)
         tl.debug_barrier()  # the memory has been read
         for d in range(0, K, BK):
+            # Second pass: the memory decays and takes in the errors, feature block by feature block.
             k_d = load_tile(k, token, head, d, left, H, K, C, BK)
             S_d = load_block(S, n * H + head, d, column, K, V, BK, BV) * end  # [BK, BV]
             S_d += tl.trans(product(u, k_d, None, PRECISION))
@@ -99,6 +105,9 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
 
     One program: BV value features of one sequence and head, in two passes over the key features of each chunk as above.
     D starts as the gradient of the state after the last token, and ends as that of the state before the first.
+
+    Tensors are those of `backward._reverse`, but D (sequences, H, K, V), which is read and written throughout, and
+    D_saved (rows, H, V, K), one per chunk.
     """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = k.dtype.element_ty
@@ -110,6 +119,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
         step = chunks - 1 - back
         token, left, at = first + step * C, length - step * C, (row0 + step) * H + head
         do_i = tl.trans(load_tile(do, token, head, column, left, H, V, C, BV))  # [BV, C]
+        # First pass over the features: everything that reads the gradient of the memory after the chunk.
         du = tl.zeros([BV, C], tl.float32)
         A = tl.zeros([C, C], tl.float32)
         for d in range(0, K, BK):
@@ -121,6 +131,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
             A = product(q_d, tl.trans(k_d), A, PRECISION)
             du = product(D_d, tl.trans(k_d), du, PRECISION)
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+        # Between the passes: the gradient of the errors, through the inverse.
         end = 1.0
         do_r = do_i
         if DECAY:
@@ -146,6 +157,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
         for d in range(0, K, BK):
             D_d = load_block(D, n * H + head, d, column, K, V, BK, BV) * end  # [BK, BV]
             q_d = load_tile(q, token, head, d, left, H, K, C, BK)
+            # Second pass: queries add what their outputs ask of the memory, keys take away what they read to correct.
             gained = product(do_r, q_d, None, PRECISION)  # [BV, BK]
             if DELTA:
                 gained = product(z, load_tile(k, token, head, d, left, H, K, C, BK), gained, PRECISION)
@@ -154,7 +166,7 @@ def reverse(q, k, beta, log_g, X, do, dy, D, D_saved, of_sequence, of_row, T, pe
 
 
 def working_memory(plan, state, shape):
-    """A slot that starts as the given state, or as zero: the walk works on it."""
+    """A slot (sequences, H, K, V) that starts as a copy of the given state, or as zero: the walk works on it."""
     if state is None:
         zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=plan.device)  # noqa: E731
         return plan.compute(zeros, (), shape, torch.float32)
