@@ -56,6 +56,7 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
     memory, z, conv = (None, None, None) if state is None else state
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
         x = xp.where(mask[..., None], x, xp.zeros_like(x))
+    # One projection makes everything that a token contributes; it is cut into parts by name.
     cut = list(ops.split(layer.in_proj(x), config.cuts))
     if config.conv:
         qkv, conv = convolve(ops, layer.conv, cut[0], conv, cu_seqlens, mask)
@@ -85,6 +86,7 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
     how = dict(log_decay=log_decay, cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
     if config.writes > 1:
         how["writes"] = config.writes
+    # The memory itself; what follows is per head and token.
     o, memory, z = mix(config, ops, q, k, v, beta, memory, z, layer.projection, how, write)
     if config.out_norm:
         o = _rms_norm(ops, o, layer.out_norm)

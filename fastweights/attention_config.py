@@ -124,6 +124,7 @@ class AttentionConfig:
                                   "rule's memory grows")  # fmt: skip
         if self.conv < 0 or self.conv == 1:
             raise FastWeightError(f"conv is {self.conv}; expected 0 for none, or a width of at least 2 tokens")
+        # Properties are computed now: their own checks belong to making a config.
         for name in DERIVED:
             getattr(self, name)  # once, with its checks
         self._warn()

@@ -29,14 +29,17 @@ STALE = 60  # seconds after which what a killed process left half written is rem
 def replacing(path: Path, previous: Path | None = None) -> Iterator[Path]:
     """A temporary path to write a file or a folder to; it becomes `path` when the block ends without an error.
 
-    What was there before stays until then, and after an error.  previous: what it is called afterwards; gone when
-    absent.
+    What was there before stays until then, and after an error.
 
-    >>> path = Path("notes.txt")
-    >>> with replacing(path) as temporary:
-    ...     written = temporary.write_text("whole")
-    >>> path.read_text()
-    'whole'
+        >>> path = Path("notes.txt")
+        >>> with replacing(path) as temporary:
+        ...     written = temporary.write_text("whole")
+        >>> path.read_text()
+        'whole'
+
+    Args:
+        path: of the file or folder.
+        previous: what the one that was there is called afterwards; it is gone when absent.
     """
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
     try:
@@ -70,6 +73,7 @@ def _make_lasting(file: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     if path.is_dir() and os.name != "posix":
         return  # only there has a folder to be told
     handle = os.open(path, os.O_RDONLY)
@@ -90,6 +94,7 @@ def _sweep(path: Path) -> None:
 
 
 def _runs(process: int) -> bool:
+    """Whether a process of this number is running."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -125,15 +130,18 @@ def checksum(parts: "Iterable[bytes | memoryview]") -> str:
 
 
 def checksum_of_file(path: Path) -> str:
+    """SHA-256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _of_json(content: object) -> str:
+    """The checksum of an object, whatever the order of its keys."""
     return checksum([json.dumps(content, sort_keys=True).encode()])
 
 
 def _of_tensors(tensors: "Mapping[str, Tensor]", about: dict[str, str]) -> str:
+    """The checksum of names, dtypes, shapes, numbers and metadata."""
     import torch
 
     def parts() -> "Iterator[bytes | memoryview]":
@@ -187,7 +195,11 @@ def read_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
 
 
 def read_first_whole(paths: "Sequence[Path]") -> "tuple[dict[str, Tensor], dict[str, str], Path]":
-    """(tensors, metadata, path) of the first of these files that is whole; warns of those that are damaged."""
+    """(tensors, metadata, path) of the first of these files that is whole; warns of those that are damaged.
+
+    Args:
+        paths: in the order in which they are wanted, such as the last checkpoint and the one before.
+    """
     damaged: list[str] = []
     for path in paths:
         try:
@@ -202,7 +214,12 @@ def read_first_whole(paths: "Sequence[Path]") -> "tuple[dict[str, Tensor], dict[
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
-    """The object in a JSON file.  why: what was expected, for the message when there is none."""
+    """The object in a JSON file, its checksum compared where it has one.
+
+    Args:
+        path: of the file.
+        why: what was expected, for the message when there is none.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -130,6 +130,7 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     (x, labels, share), lengths, unpack = _sequences(ops, (x, labels, share), cu_seqlens, whole)
     T = x.shape[1]
     count = -(-(T if fresh else T + C) // C)
+    # Every sequence is laid out from its first waiting token on, so that chunks start at multiples of C.
     t, old = whole(ops.arange(count * C, x))[None, :], state.waiting[:, None]
     ends = old + lengths
     index = xp.where(t < old, t, xp.minimum(t + C - old, C + T - 1))
@@ -146,6 +147,7 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     learned, outputs = loop(body, tuple(state[:3]), (*parts, closes))
     at = old + whole(ops.arange(T, x))[None, :]
     features, loss = (_picked(ops, y, at, count * C, unpack) for y in outputs)
+    # What is left of the last chunk waits in the state: its last label may not be known yet.
     begin = xp.where(ends > 0, (ends - 1) // C * C, xp.zeros_like(ends))
     last = begin + whole(ops.arange(C, x))[None, :]
     index = xp.minimum(last, count * C - 1)

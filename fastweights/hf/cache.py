@@ -121,6 +121,7 @@ class FastWeightCache(Rows):
             kept = max(0, self.again.x.shape[1] - left)
             left -= self.again.x.shape[1] - kept
             self.again = self.again.first(kept) if kept else None
+        # Calls are undone from the last one on; what stays of the one that is cut will be read again.
         while left and self.readings:
             last = self.readings.pop()
             kept = max(0, last.x.shape[1] - left)

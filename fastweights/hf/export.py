@@ -67,6 +67,7 @@ def from_language_model(source: LanguageModel) -> FastWeightForCausalLM:
             name = f"model.{name}"
         if name != "fast.unembed":  # the embedding's
             weights[named.get(name, name)] = x
+    # Only the output matrix may be missing: it is the embedding, and is tied below.
     missing, extra = model.load_state_dict(weights, strict=False)
     assert {*missing, *extra} <= {"lm_head.weight"}, (missing, extra)
     model.tie_weights()
@@ -116,6 +117,7 @@ def _bytes(ours: Bytes | Subwords) -> Any:
         model = json.loads(ours.tokenizer.to_str())["model"]
         change = lambda text: "".join(spelled[ord(c)] for c in text)  # noqa: E731
         vocab = {change(text): i for text, i in model["vocab"].items()}
+        # Older files write a merge as one string, newer ones as a pair.
         pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
         merges = [(change(a), change(b)) for a, b in pairs]
         steps.append(pre_tokenizers.Split(Regex(_words(spelled)), "isolated"))

@@ -99,6 +99,7 @@ def body(model: Any, tokens: Tensor) -> Tensor:
 def read_batch(model: Any, batch: list[Piece], how: Adapting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(features (B, T, D), tokens, labels, mask (B, T)) of pieces; shorter ones are padded on the right."""
     device, windows, wanted = model.device, [], []
+    # The body sees windows as in evaluation: each stride with as much text before it as the window holds.
     for row, p in enumerate(batch):
         for start in range(p.start, p.stop, how.stride):
             first = max(0, start + how.stride - how.window)
@@ -147,6 +148,7 @@ class HeadTrainer:
         """The mean loss of this step's tokens in nats, with the head and without."""
         batch = [next(row) for row in self.rows]
         x, _, labels, mask = read_batch(self.model, batch, self.how)
+        # A new document starts with nothing learned; one that goes on, with what its last piece taught.
         goes_on = torch.tensor([p.start > 0 for p in batch], device=x.device)
         S1, S2 = (s.detach() * goes_on.to(s.dtype)[:, None, None] for s in self.learned)
         embedding = self.model.get_output_embeddings()

@@ -117,6 +117,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache, new = self._cache(past_key_values, use_cache, len(x)), x.shape[1]
         state = None if cache is None else cache.state
+        # Tokens of a rejected draft that stay are read again before the new ones.
         if cache is not None and cache.again is not None:
             x = torch.cat([cache.again.x.to(x), x], 1)
         if cache is not None and cache.recording:
@@ -221,6 +222,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             output_attentions, True, **packing,
         )  # fmt: skip
         x, cache = out.last_hidden_state, out.past_key_values
+        # The Fast Weight Layer learns from the tokens as they are read; packed texts each by themselves.
         if self.fast is not None:
             new, tokens = x.shape[1], self._tokens_of(inputs_embeds) if input_ids is None else input_ids
             if again is not None and again.features is not None and again.tokens is not None:

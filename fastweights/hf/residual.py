@@ -186,6 +186,7 @@ class ResidualHead(nn.Module):
         logits = x.new_empty(B, K, embedding.weight.shape[0])
         sums = torch.zeros(B, K, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         losses = torch.zeros_like(row.tokens, dtype=sums.dtype)
+        # Chunk by chunk: answer its tokens, keep what their gradient needs, and learn once it is full.
         for a in range(0, row.x.shape[1], C):
             b = min(a + C, row.x.shape[1])
             W1, W2 = self.dense1 + S1, self.dense2 + S2

@@ -51,6 +51,7 @@ def _head(n, E, c, labels, *, want_r):
 
     def forward(n, E, c):
         top = total = mean = None
+        # Forward: maximum, sum and mean of the words so far, each shrunk when a larger logit comes.
         for a, b in blocks:
             z = ops.cast(n @ E[:, a:b] + c[a:b], wide)
             new = ops.amax(z, 1)
@@ -77,6 +78,7 @@ def _head(n, E, c, labels, *, want_r):
             of_loss, of_r = of[:, 0], ops.cast(of[:, 1:], n.dtype)
             offset = of_loss - ops.sum(mean * of[:, 1:], 1) if want_r else of_loss
             dn, dE, dc = 0.0, [], []
+            # Backward: logits of each block once more, and the formulas of the module's docstring.
             for a, b in blocks:
                 words = E[:, a:b]
                 p = ops.exp(ops.cast(n @ words + c[a:b], wide) - log_sum[:, None])

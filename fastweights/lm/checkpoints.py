@@ -62,6 +62,7 @@ def restore(run: Path, model: LanguageModel, ranks: Ranks) -> tuple[list, dict[s
     check_weights(model.config, model.vocab, weights, file)
     model.load_state_dict(weights)
     about = _position(metadata, file)
+    # Processes that read different checkpoints would train apart without an error.
     steps = ranks.sum(about["step"])[0]
     if steps != about["step"] * ranks.world:
         raise FastWeightError(

@@ -86,6 +86,7 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
     kind = checksum_of_file(Path(tokens)) if is_file else tokens
     key = hashlib.sha256(json.dumps([VERSION, corpus.identity(data), kind]).encode()).hexdigest()[:16]
     folder = (cache or cache_folder()) / key
+    # The index is written last, so a folder that has one was complete once; checksums tell whether it still is.
     if (folder / INDEX).exists():
         try:
             return open_folder(folder)
@@ -221,6 +222,7 @@ class Batches:
         rng = np.random.default_rng([self.seed, epoch])
         order = rng.permutation(len(self.split))
         if self.carried:
+            # Row r reads its own stretch of the corpus, window after window.
             windows = np.arange(self.rows) * self.per_epoch + within
         else:
             shuffled = rng.permutation(self.rows * self.per_epoch)

@@ -119,7 +119,18 @@ def _static(model: LanguageModel, row: Tensor) -> Tensor:
 def carried(
     model: LanguageModel, row: Tensor, state: State, *, learn: bool, cache: NeuralCache | None = None
 ) -> tuple[Tensor, State, CacheState | None]:
-    """Losses (T,) of a text (1, T + 1) read once from a state; the state after it, and what the cache holds then."""
+    """Losses of a text read once from a state.
+
+    Args:
+        model: that reads.
+        row: (1, T + 1), the token before the text and its own.
+        state: to start from.
+        learn: whether a Fast Weight Layer learns on the way.
+        cache: a `NeuralCache` to mix in, empty at first.
+
+    Returns:
+        Losses (T,), the state after the text, and what the cache holds then.
+    """
     losses, kept = [], None
     with recorded(model.norm) as seen:
         for at in range(0, row.shape[1] - 1, SEGMENT):

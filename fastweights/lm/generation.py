@@ -55,7 +55,15 @@ class Sampling:
 def read_into(
     cache: NeuralCache, model: LanguageModel, prompt: str, memory: Memory | None, *, learn: bool = True
 ) -> CacheState:
-    """What a cache holds of a prompt that follows `memory`; a memory itself has no cache."""
+    """What a cache holds of a prompt that follows `memory`; a memory itself has no cache.
+
+    Args:
+        cache: to fill.
+        model: that reads.
+        prompt: text.
+        memory: what was read before it, or None.
+        learn: whether a Fast Weight Layer learns from the prompt on the way.
+    """
     state = model.init_state(1) if memory is None else model._take(memory).fork().state
     kept = carried(model, model._tokens(prompt, memory), state, learn=learn, cache=cache)[2]
     assert kept is not None
@@ -115,7 +123,13 @@ def generate(
 
 
 def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Iterator[str]:
-    """Text as it becomes known: a character is given when all its bytes are there; stops after `until`."""
+    """Text as it becomes known: a character is given when all its bytes are there.
+
+    Args:
+        model: whose tokenizer to use.
+        tokens: as they are generated.
+        until: text after which to stop; it is given, and nothing after it.
+    """
     import codecs
 
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

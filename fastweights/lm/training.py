@@ -102,7 +102,13 @@ def train(
 
 
 def configured(preset: str, changes: dict[str, Any]) -> Config:
-    """The preset with changes; with `start`, the configuration of that run with a Fast Weight Layer to train."""
+    """The configuration that a command line stands for.
+
+    Args:
+        preset: whose values hold where nothing else is said.
+        changes: fields that were given. With `start`, the configuration of that run is taken, with a Fast Weight Layer
+            to train, and the changes go on top of it.
+    """
     if "start" not in changes:
         return Config.of(preset, **changes)
     config, _ = run_folder.read_config(Path(changes["start"]))
@@ -111,6 +117,7 @@ def configured(preset: str, changes: dict[str, Any]) -> Config:
 
 
 def _corpus(config: Config, encoded: Path | None, cache: Path | None) -> Corpus:
+    """The encoded corpus: a new run prepares it, one that goes on opens what it began with."""
     if encoded is None:
         return prepare(config.data, config.tokenizer, cache)
     return prepare_again(encoded, config.data, config.tokenizer, cache)
@@ -195,6 +202,7 @@ class Trainer:
         tokens_per_step = len(self.batches[0]) * c.length
         done, busy, trained = self.done(step, before), 0.0, 0  # seconds and steps of training alone
         with lines, interruptible() as signals:
+            # `done` is the share of the run behind us: all processes go by the first one's clock.
             while done < 1:
                 started = time.perf_counter()
                 loss, states = self.step(step, share_of_rate(c, step, done), states)
@@ -209,6 +217,7 @@ class Trainer:
                         "fastweights.debug(model) to learn which layer met it first"
                     )
                 values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=lines.bits(loss))
+                # Validate and save now and then, at the end, and when someone wants to stop.
                 pause = step % c.eval_every == 0 or done >= 1 or stopped
                 if pause:
                     valid = self.validate()
@@ -247,12 +256,19 @@ class Trainer:
         return max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
 
     def step(self, step: int, rate: float, states: list[State]) -> tuple[float, list[State]]:
-        """One step of the optimiser: the loss per token before it, and the states to carry on."""
+        """One step of the optimiser: the loss per token before it, and the states to carry on.
+
+        Args:
+            step: its number, which decides the batch, dropout and which rows forget.
+            rate: share of the peak learning rates.
+            states: carried memory of each accumulated batch.
+        """
         c, ranks = self.config, self.ranks
         torch.manual_seed((c.seed * 1_000_003 + step) * ranks.world + ranks.rank)  # dropout
         self.model.train()
         rows = self.batches[step]
         weight = float((rows[:, 1:] != self.model.vocab - 1).sum())
+        # Memory is carried from step to step, unless documents were shuffled anew or windows are read by themselves.
         if c.context == "packed" or self.batches.starts_epoch(step) or not states:
             states = [self.empty] * c.accumulate
         for group in self.optimizer.param_groups:
@@ -260,6 +276,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total, after = 0.0, list[State]()
         forget = np.random.default_rng([c.seed, step]).random(len(rows)) < c.forget
+        # Accumulated batches: gradients add up, each with its own carried memory.
         for i, state in enumerate(states):
             at = (i * ranks.world + ranks.rank) * c.batch
             mine = slice(at, at + c.batch)
@@ -293,7 +310,11 @@ class Trainer:
 def to_batch(rows: np.ndarray, start: int, device: str, forget: Any = False) -> tuple[Tensor, Tensor, Tensor, Pieces]:
     """tokens, labels, weights (B, T) and pieces of rows (B, T + 1); a document's start is never a label.
 
-    forget (B,): where a row starts with an empty memory, document or not.
+    Args:
+        rows: tokens, one more than the model is given.
+        start: the token that starts a document.
+        device: to put them on.
+        forget: (B,) where a row starts with an empty memory, document or not.
     """
     tokens, labels = rows[:, :-1], rows[:, 1:]
     starts = tokens == start

@@ -39,6 +39,7 @@ def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Ten
 
     The model is as it was when the block ends. Memory is carried over the document, segment by segment.
     """
+    # The state that the next document starts from; `DynamicEvaluation` itself knows none before the first segment.
     first: list[Any] = [None]
 
     def call(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:

@@ -43,7 +43,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, starts: np.ndarray, device: Any = None) -> "Pieces":
-        """From starts (B, T), on the CPU."""
+        """From starts (B, T), NumPy, True where a document starts; tables go to `device`."""
         B, T = starts.shape
         cut = starts.copy()
         cut[:, 0] = True
@@ -216,7 +216,11 @@ class SoftmaxMixer(nn.Module):
 
 
 def rotate(x: Tensor, at: Tensor) -> Tensor:
-    """Rotary positions: x (B, T, H, K) at positions (T,)."""
+    """Rotary positions: x (B, T, H, K) at positions (T,), pairs of features turned by angles that grow with the
+    position.
+
+    The product of a query and a key then depends on the distance between them alone.
+    """
     half = x.shape[-1] // 2
     rates = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
     angles = at[:, None, None] * rates

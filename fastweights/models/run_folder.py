@@ -104,7 +104,10 @@ def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], 
 def start_from(model: LanguageModel, run: Path, *, weights: bool = True) -> None:
     """Keep the weights of a trained run, and leave the Fast Weight Layer of `model` alone to be trained.
 
-    weights: False when the model has them already.  A Fast Weight Layer of the run is taken over, but for its steps.
+    Args:
+        model: with a Fast Weight Layer, the same blocks and the same vocabulary as the run.
+        run: folder of the trained run. Its own Fast Weight Layer is taken over, but for its steps.
+        weights: False when the model has them already, as after a checkpoint was read.
     """
     if model.fast is None:
         raise FastWeightError(f"head is 'linear' with start {run}; expected 'fwl': the rest of the model is kept")

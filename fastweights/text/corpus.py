@@ -40,7 +40,10 @@ def documents(spec: str) -> Iterator[Document]:
 
 
 def files(spec: str) -> tuple[Path, list[Path]]:
-    """The root and the files that a local corpus consists of."""
+    """The root and the files that a local corpus consists of, sorted.
+
+    Hidden files, and the standard library's tests and installed packages, are left out.
+    """
     if spec == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         return root, sorted(p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
@@ -54,7 +57,7 @@ def files(spec: str) -> tuple[Path, list[Path]]:
 
 
 def identity(spec: str) -> list:
-    """What changes when the corpus does."""
+    """What changes when the corpus does: names, sizes and times of its files; the name alone of a dataset."""
     if spec.startswith("hf:"):
         return [spec]
     root, paths = files(spec)

@@ -108,6 +108,7 @@ def summary(texts: list[Text], scores: list[Score], lengths: np.ndarray | None) 
 def _add_gains(rows: list[dict[str, Any]]) -> None:
     """gain: bits per byte less than static windows;  learning: less than the same model when it learns nothing."""
     bits = {row["mode"]: row["bits_per_byte"] for row in rows}
+    # What learning is worth is measured against the same model when it learns nothing.
     still = bits.get("still", bits.get("memory"))
     for row in rows:
         learns = row["mode"] not in ("static", "memory", "still") and still is not None

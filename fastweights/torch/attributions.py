@@ -32,10 +32,12 @@ ROWS = 256  # rows that `top` holds at once
 
 
 class Rows(NamedTuple):
-    """weights (B, n, H, S): A_ts, one row for each token asked about, one column for each write of the call.
+    """Where the outputs of some tokens come from.
 
-    start (B, n, H, V): what the memory that the call started from adds to the output.
-    With several writes per token, write j of token s is column s * writes + j.
+    Attributes:
+        weights: (B, n, H, S) A_ts, one row for each token asked about, one column for each write of the call. With
+            several writes per token, write j of token s is column s * writes + j.
+        start: (B, n, H, V) what the memory that the call started from adds to the output.
     """
 
     weights: Tensor
@@ -45,9 +47,10 @@ class Rows(NamedTuple):
 class Sources(NamedTuple):
     """The largest sources of each token asked about, (B, n, H, top), largest first.
 
-    write: the write's number (its token, unless a token writes several times).
-    weight: A_ts.
-    share: |A_ts| |v_s| as a share of the sum over all writes: how much of the read it is, whatever its direction.
+    Attributes:
+        write: the write's number (its token, unless a token writes several times).
+        weight: A_ts.
+        share: |A_ts| |v_s| as a share of the sum over all writes: how much of the read it is, whatever its direction.
     """
 
     write: Tensor
@@ -56,7 +59,13 @@ class Sources(NamedTuple):
 
 
 class Attribution:
-    """What `attribution` returns: rows are computed when they are asked for, so that any length fits."""
+    """What `attribution` returns: rows are computed when they are asked for, so that any length fits.
+
+    >>> k = torch.eye(3).reshape(1, 3, 1, 3)
+    >>> found = attribution(k, k, torch.ones(1, 3, 1, 2))
+    >>> found.top(2, n=1).write.item()  # the third token reads what it wrote itself
+    2
+    """
 
     def __init__(self, inputs: Inputs, spec: Spec):
         """inputs, spec: of a call of `fast_weight`, features mapped or not."""
@@ -101,6 +110,7 @@ class Attribution:
         return self._top(self.overwritten, tokens, n)
 
     def _top(self, rows: Callable[[Tensor], Rows], tokens, n):
+        """The n largest sources by `rows` of these tokens, some hundred tokens at a time."""
         if n < 1:
             raise FastWeightError(f"n is {n}; expected at least 1: how many sources of each token")
         found = []
@@ -114,6 +124,7 @@ class Attribution:
         return Sources(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
 
     def _chosen(self, tokens):
+        """Numbers of tokens (n,) on the CPU; negative ones count from the end, None stands for all."""
         if tokens is None:
             return torch.arange(self.tokens)
         asked = (

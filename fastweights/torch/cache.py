@@ -165,6 +165,7 @@ class NeuralCache:
         y, own = labels.flatten()[place], flat[place]
         held = Held(self, state, q, y)
         out, scores = flat.clone(), state.scores
+        # A block of tokens at a time: score with the weights of before, then let the block change them.
         for part, rows in blocks(lengths):
             sight = held.look(rows, part)
             real = torch.arange(place.shape[1], device=x.device)[part] < lengths[rows, None]
@@ -222,6 +223,7 @@ class NeuralCache:
         if not learn:
             self._read_only(x, out, log_sums, state, mask)
             return out, state
+        # The token that waited learns its label now: it is the first of this call's tokens.
         stream = Stream.of(x.to(wide), tokens, state, mask, T - K)
         own = stream.losses(logits, log_sums, losses, state)
         held = Held(self, state, stream.keys, stream.labels)
@@ -254,6 +256,7 @@ class NeuralCache:
         if not len(at[0]):
             return
         pairs = weights.exp()[..., 1:].unflatten(-1, (len(self.temperatures), -1))
+        # Of all probability, so much is the cache's at each temperature; the rest is the model's.
         of_cache = (pairs * weights.new_tensor(self.shares)).sum(-1)  # (R, C, G)
         attention = sight.attention(of_cache)
         words, where = torch.unique(sight.labels, return_inverse=True)

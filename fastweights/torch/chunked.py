@@ -170,6 +170,7 @@ def forward(inputs, spec, layout):
         state = q.new_zeros(state_shape(inputs, spec), dtype=accumulation_dtype(q.dtype))
     memory = chunks.sort(state).flatten(0, 1)
     saved = [memory.new_empty(shape) for shape, _ in saves(inputs, spec, layout)] if layout else []
+    # Segments are short enough to stay in the cache of a CPU; on a GPU there is one.
     for a, b in chunks.segments(q, max(K, V, C)):
         segment = Segment(chunks, a, b, inputs, spec)
         A, X, e, S = saved_rows(saved, chunks.span(a, b), spec.delta) if layout else [None] * 4
@@ -232,6 +233,7 @@ def backward(do, dstate, inputs, saved, spec):
     if dstate is None:
         dstate = q.new_zeros(state_shape(inputs, spec), dtype=accumulation_dtype(q.dtype))
     dS = chunks.sort(dstate).flatten(0, 1)  # gradient of the memory, walking back
+    # The same segments in reverse: dS is the gradient of the memory after the segment.
     for a, b in reversed(chunks.segments(q, max(K, V, C))):
         segment = Segment(chunks, a, b, inputs, spec)
         A, X, e, S = saved_rows(saved, chunks.span(a, b), delta)

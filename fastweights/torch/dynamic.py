@@ -262,6 +262,7 @@ class DynamicEvaluation:
         if tokens.dim() != 2 or tokens.shape[1] < 2:
             raise FastWeightError(f"tokens has shape {tuple(tokens.shape)}; expected (B, T) with T >= 2")
         start, state, losses = time.perf_counter(), None, []
+        # Segment after segment: score it with the weights of before, then take a step on its loss.
         starts = range(0, tokens.shape[1] - 1, self.segment)
         for a in _track(starts, "dynamic evaluation", progress):
             b = min(a + self.segment, tokens.shape[1] - 1)

@@ -117,6 +117,7 @@ class FeatureCache:
         keys, y, flat = unit(x).flatten(0, 1)[place], labels.flatten()[place], losses.to(wide).flatten()
         real = torch.arange(place.shape[1], device=x.device) < lengths[:, None]
         out, memory, scores = flat.clone(), state.memory, state.scores
+        # Some hundred tokens at a time, since each answer is as wide as the vocabulary.
         for a in range(0, place.shape[1], SPAN):
             part = slice(a, a + SPAN)
             answers, memory = self._read(keys[:, part], y[:, part], real[:, part], real[:, part], memory)

@@ -94,17 +94,21 @@ class Loss(torch.autograd.Function):
         x1, k1 = passes.inputs(x, shape.length, e, dtype)
         W1, b1, W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
 
+        # The slow pass: what the trained weights make of every token.
         h = torch.addmm(b1, x1[:, :D], W1)
         a = passes.square(h)
         xhat, rstd, features = passes.normal(torch.addmm(b2, a, W2), scale, shift, config.eps)
+        # Its loss is not wanted, only r, the gradient of each token's loss at its features.
         words, c = cross_entropy.rows(E, c, dtype)
         log_sum, r, _, _ = cross_entropy.score(
             features, words, c, labels, torch.ones_like(weights), gradient=True, learn=False
         )
 
+        # The gradient at every layer, which is what the fast weights are changed by.
         g2, v2, changes = passes.slow_gradient(r, share, xhat, rstd, scale, e)
         u = g2 @ W2.mT
         v1 = passes.gate(u, h, -2.0)
+        # The fast pass: each token is answered with all changes of the tokens before it.
         memory1, A1, S1 = read_before(shape, passes, x1, k1, v1)
         h_fast, a_fast = passes.add_square(h, memory1)
         memory2, A2, S2 = read_before(shape, passes, a_fast, a, v2)
@@ -113,6 +117,7 @@ class Loss(torch.autograd.Function):
         xhat_fast, rstd_fast, scale_fast, features_fast = passes.fast_normal(
             memory2.addmm_(a_fast, W2), b2, within, before, scale, shift, config.eps
         )
+        # The fast features are scored, and their gradient is made while the logits are there.
         log_sum_fast, of_features, dwords, dc = cross_entropy.score(
             features_fast, words, c, labels, weights, gradient=learn, learn=learn
         )

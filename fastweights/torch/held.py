@@ -55,6 +55,7 @@ def read(
         steps = _steps(config, p["steps"]).to(words.dtype)
         keys = x * (2.0 * steps[0])
         sums = steps[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
+        # One chunk of every sequence that has one: answer, score, and where the chunk is full take the step.
         for call in calls:
             part = slice(call.a, call.b), slice(call.c, call.d)
             W = weights.rows(call.a, call.b)
@@ -75,6 +76,7 @@ def read(
             elif score:
                 loss, _ = _score(n, words, c, labels[part], gradient=False)
             outputs.append((n, loss))
+    # What was learned is what the weights have become less what they were.
     change = [w - t for w, t in zip(weights, trained, strict=True)]
     pairs = torch.cat(change[:2], 1), torch.cat(change[2:4], 1), torch.cat(change[4:], 2)
     return outputs, (pairs[0][:, None], pairs[1][:, None], pairs[2][:, None])

@@ -25,14 +25,15 @@ LONGEST = 64  # tokens of a chunk, where `every` can be cut into such chunks
 class Writes(NamedTuple):
     """Of every write, (B, T, H): what a token did to the memory.
 
-    beta: the write rate.
-    decay: the share of the memory that the token keeps; with one per channel, their geometric mean.
-    gain: beta e . k; a write of the delta rule keeps 1 - gain of what is stored along its key.
-    value: |v|, the size of the value that was given.
-    retrieved: |r|, the size of what the key retrieved before the write, r = (a S)^T e.
-    error: |v - r|, the distance between the two.
-    cosine: of the angle between v and r; 0 where one of them is 0.
-    written: the norm of the change of the memory, beta |k| |v - r|, or beta |k| |v| for the sum rule.
+    Attributes:
+        beta: the write rate.
+        decay: the share of the memory that the token keeps; with one per channel, their geometric mean.
+        gain: beta e . k; a write of the delta rule keeps 1 - gain of what is stored along its key.
+        value: |v|, the size of the value that was given.
+        retrieved: |r|, the size of what the key retrieved before the write, r = (a S)^T e.
+        error: |v - r|, the distance between the two.
+        cosine: of the angle between v and r; 0 where one of them is 0.
+        written: the norm of the change of the memory, beta |k| |v - r|, or beta |k| |v| for the sum rule.
     """
 
     beta: Tensor
@@ -48,14 +49,16 @@ class Writes(NamedTuple):
 class Marks(NamedTuple):
     """Of the memory S after every `every` tokens and after the last, (B, M, H).
 
-    norm: |S|, the root of its summed squares.
-    rank: the effective number of directions in use, |S|^4 / |S^T S|^2: 1 where one association fills it, at most
-        min(K, V), where all singular values are equal.
-    capacity: rank / min(K, V), the share of the directions in use.
-    interference: how far the associations of the span of tokens before this one have changed in this span: the root
-        mean square of what its keys retrieve now less what they retrieved then, over what they retrieved then. 0: as
-        they were; 1: as if erased. NaN at the first mark, which has nothing before it.
-    half_life: tokens after which decay alone leaves half of a write, at the mean decay of the span; inf without decay.
+    Attributes:
+        norm: |S|, the root of its summed squares.
+        rank: the effective number of directions in use, |S|^4 / |S^T S|^2: 1 where one association fills it, at most
+            min(K, V), where all singular values are equal.
+        capacity: rank / min(K, V), the share of the directions in use.
+        interference: how far the associations of the span of tokens before this one have changed in this span: the root
+            mean square of what its keys retrieve now less what they retrieved then, over what they retrieved then. 0:
+            as they were; 1: as if erased. NaN at the first mark, which has nothing before it.
+        half_life: tokens after which decay alone leaves half of a write, at the mean decay of the span; inf without
+            decay.
     """
 
     norm: Tensor
@@ -66,9 +69,13 @@ class Marks(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What `measure` returns.  at (M,): tokens read before each mark.
+    """What `measure` returns.
 
-    state: the memory after the last token.  keys (B, H, n, K): those of the last span, for the next call.
+    Attributes:
+        writes, marks: the measurements.
+        at: (M,) tokens read before each mark.
+        state: the memory after the last token.
+        keys: (B, H, n, K) those of the last span, for the next call.
     """
 
     writes: Writes
@@ -89,8 +96,18 @@ def check_every(every: int) -> int:
 def measure(inputs: Inputs, spec: Spec, every: int = 16, *, keys: Tensor | None = None) -> Measured:
     """Measure what a call of `fast_weight` with these arguments writes, one write per token or `spec.writes`.
 
-    keys: of the span before the first token, `Measured.keys` of the call before; the first mark then has an
-    interference too.
+    Args:
+        inputs, spec: of the call.
+        every: tokens between two marks.
+        keys: of the span before the first token, `Measured.keys` of the call before; the first mark then has an
+            interference too.
+
+    Examples:
+        >>> key = torch.ones(1, 2, 1, 1)  # one key, written twice
+        >>> value = torch.tensor([5.0, 7.0]).reshape(1, 2, 1, 1)
+        >>> found = measure(Inputs(key, key, value), Spec(rule="delta"))
+        >>> found.writes.retrieved.flatten().tolist(), found.writes.error.flatten().tolist()
+        ([0.0, 5.0], [5.0, 2.0])
     """
     check_every(every)
     with outside_autocast(inputs.q):
@@ -145,7 +162,10 @@ def _chunk_size(span):
 
 
 def _measure(x, spec, span, every, keys):
-    """span: writes between two marks;  every: tokens."""
+    """`measure` of one text per row, group of chunks by group.
+
+    span: writes between two marks;  every: tokens;  keys: of the span before, or None.
+    """
     C = _chunk_size(span)
     T, per_mark = x.k.shape[1], span // C
     erase = x.eraser if core.RULES[spec.rule].d else x.k  # what the sum rule's key would find there
@@ -225,12 +245,16 @@ def _interference(starts, after, k, span, keys):
 
 
 def _moved(before, after, k):
+    """How far what keys k retrieve has moved from one memory to the other, relative to what they retrieved; NaN for
+    nothing.
+    """
     then = (k @ before).square().sum((-1, -2))
     change = (k @ (after - before)).square().sum((-1, -2))
     return torch.where(then > 0, change / then, math.nan).sqrt()
 
 
 def _half_life(x, span, every):
+    """(B, M, H): tokens in which the mean decay of each span halves a write; inf where nothing decays."""
     log_a = x.log_decay.mean(-1) if x.by_channel else x.log_decay
     T = log_a.shape[1]
     missing = -T % span
@@ -243,6 +267,7 @@ def _half_life(x, span, every):
 
 
 def _writes(x, spec, erase, r):
+    """The measurements of every write, given what its key retrieved, r (B, T, H, V)."""
     size = lambda y: y.square().sum(-1).sqrt()  # noqa: E731
     error = x.v - r
     value, found, distance = size(x.v), size(r), size(error)

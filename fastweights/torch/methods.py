@@ -125,6 +125,7 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     Three ways, from cheap to general: the method's own function where nobody differentiates or traces; the registered
     operator where a compiler looks on without gradients; an autograd function around either otherwise.
     """
+    # Nobody differentiates and nobody traces: the function itself, which is the cheapest.
     gradient, watched = needs_gradient(inputs), is_watched()
     if not gradient and not watched:
         o, state, _ = method.forward(inputs, spec, 0)
@@ -239,6 +240,7 @@ class FastWeightBackward(torch.autograd.Function):
     def backward(ctx, *second):
         do, dstate, *arrays, cu_seqlens = ctx.saved_tensors
         wanted = [i for i, x in enumerate(arrays) if x is not None]
+        # The first gradient once more, of the plain form, so that autograd can differentiate it.
         with torch.enable_grad():
             ups = [_node(x) for x in (do, dstate)]
             copies = [None if x is None else _node(x) for x in arrays]

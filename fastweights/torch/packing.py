@@ -110,6 +110,7 @@ class Chunks:
         within = torch.arange(self.C)
         self.sizes = torch.bincount(step).tolist()
         self.order = order.to(cu_seqlens.device)
+        # Each row's tokens by number; the last chunk of a sequence may be short.
         tokens = torch.where(within < left[:, None], start[:, None] + within, -1)  # (rows, C), -1 for padding
         self.tokens = tokens.to(cu_seqlens.device)
 

@@ -28,7 +28,13 @@ SMOOTH = 64  # tokens that a curve of losses is averaged over
 
 
 class Curve(NamedTuple):
-    """A line of a picture: its name, positions in tokens and values, (n,) each."""
+    """A line of a picture.
+
+    Attributes:
+        name: in the legend.
+        x: (n,) positions in tokens.
+        y: (n,) values.
+    """
 
     name: str
     x: np.ndarray
@@ -36,7 +42,13 @@ class Curve(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A map of rows (layers and heads) over positions in the text: values (rows, columns)."""
+    """A map of rows (layers and heads) over positions in the text.
+
+    Attributes:
+        rows: names of the rows.
+        x: (columns,) positions in tokens.
+        values: (rows, columns).
+    """
 
     rows: list[str]
     x: np.ndarray
@@ -44,7 +56,10 @@ class Map(NamedTuple):
 
 
 def curves(probe: Any, kind: str) -> list[Curve]:
-    """The lines of a picture, one per memory and head, or two per Fast Weight Layer; means over the batch."""
+    """The lines of a picture, one per memory and head, or two per Fast Weight Layer; means over the batch.
+
+    kind: a key of CURVES, "losses" or "steps".
+    """
     if kind in CURVES:
         name = CURVES[kind][0]
         found = [(r, np.nanmean(getattr(r, name), 0) if len(r.calls) and getattr(r, name).shape[0] > 1
@@ -82,7 +97,7 @@ def _means(y, columns):
 
 
 def figure(probe: Any, kind: str, backend: str) -> Any:
-    """As `Probe.figure`."""
+    """As `Probe.figure`: checks the kind and the backend, and draws curves or a map."""
     if kind not in KINDS:
         raise FastWeightError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}")
     if backend not in BACKENDS:
@@ -119,6 +134,7 @@ def plotly_map(shown: Map, title: str) -> Any:
 
 
 def _matplotlib(shown, title):
+    """Curves or a map as a figure of Matplotlib, without a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,9 @@
-"""Probes: what every memory of a model does while the model reads, recorded beside it, without changing its output."""
+"""Probes: what every memory of a model does while the model reads, recorded beside it, without changing its output.
+
+`probe` puts a hook on every module, which says whose call is running, and a watcher beside `fast_weight`, which is told
+the arguments of every call. The measurements themselves are in measures.py and cost a pass of their own, so a probe
+slows the model down while it is open; closed, nothing is left of it.
+"""
 
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -27,6 +32,14 @@ class MemoryRecord:
     how many tokens.  `fastweights.torch.measures` defines them all.
 
     Calls of the same batch size follow one another in time, as the segments of a text do.
+
+    Attributes:
+        name: of the module that holds the memory.
+        rule: "delta" or "sum".
+        writes: per token.
+        every: tokens between two marks.
+        calls: the measurements of each call, and its marks.
+        kept: with `keep=True`, the arguments of each call, for `attribution`.
     """
 
     def __init__(self, name: str, rule: str, writes: int, every: int, keep: bool):
@@ -37,7 +50,7 @@ class MemoryRecord:
         self._keys: Tensor | None = None
 
     def add(self, inputs: Inputs, spec: Spec) -> None:
-        """Measure one call of `fast_weight`."""
+        """Measure one call of `fast_weight` with these arguments, and append it to what was measured before."""
         carried = self._keys is not None and inputs.state is not None and len(self._keys) == len(inputs.q)
         found: Measured = measure(inputs, spec, self.every, keys=self._keys if carried else None)
         self._keys = found.keys
@@ -50,7 +63,7 @@ class MemoryRecord:
 
     @property
     def at(self) -> np.ndarray:
-        """(M,): tokens read before each mark."""
+        """(M,): tokens read before each mark, counted from the first call on."""
         return np.concatenate([at for _, at in self.calls])
 
     def __getattr__(self, name: str) -> np.ndarray:
@@ -82,11 +95,13 @@ MEASURES = (*Writes._fields, *Marks._fields)
 class LayerRecord:
     """What a Fast Weight Layer learned from a text, in NumPy arrays.
 
-    loss, slow_loss (B, T): of each token, in nats, by the layer as it has become and by its trained weights alone;
-    gain = slow_loss - loss.
-    step (B, M): the norm of each change of its weights, `at` (M,) tokens after the start: one per token, or one per
-    chunk where gradients are refreshed.
-    learned (B, M): the norm of all that has been learned, at the last step of each call; NaN at the others.
+    Attributes:
+        loss, slow_loss: (B, T) of each token, in nats, by the layer as it has become and by its trained weights alone.
+        gain: slow_loss - loss.
+        step: (B, M) the norm of each change of its weights: one per token, or one per chunk where gradients are
+            refreshed.
+        at: (M,) tokens after the start of each step.
+        learned: (B, M) the norm of all that has been learned, at the last step of each call; NaN at the others.
     """
 
     def __init__(self, name: str):
@@ -97,7 +112,15 @@ class LayerRecord:
     def add(
         self, block: FWLBlock, x: Tensor, labels: Tensor, weights: Tensor, before: Any, out: Any, seen: list
     ) -> None:
-        """Measure one call of `FWLBlock.run`.  seen: the norms of its steps, as far as it noted them."""
+        """Measure one call of `FWLBlock.run`.
+
+        Args:
+            block: the layer.
+            x, labels, weights: its arguments.
+            before: the state it started from, or None.
+            out: what it returned.
+            seen: the norms of its steps, as far as it noted them.
+        """
         config, p = block.config, block._weights()
         slow = block.slow_loss(x, labels) if out.slow_loss is None else out.slow_loss
         if config.refresh is None:
@@ -158,15 +181,31 @@ def _refreshed_steps(config, p, x, labels, weights, before, block):
 
 
 def _norm(parts):
+    """The length (B,) of several arrays (B, ...) taken as one vector."""
     return sum(s.square().flatten(1).sum(1) for s in parts) ** 0.5
 
 
 def _array(x: Tensor) -> np.ndarray:
+    """A tensor as NumPy, without its gradient."""
     return x.detach().cpu().numpy()
 
 
 class Probe:
-    """The records of an open probe, by the name of the module that holds each memory. Made by `probe`."""
+    """The records of an open probe, by the name of the module that holds each memory. Made by `probe`.
+
+        >>> from fastweights.torch import FastWeightAttention
+        >>> model = nn.ModuleList(FastWeightAttention(16, heads=2) for _ in range(2))
+        >>> with probe(model) as p:
+        ...     for layer in model:
+        ...         _ = layer(torch.randn(1, 20, 16))
+        >>> p.names, len(p.memories), p["beta", 1].shape
+        (['0', '1'], 2, (1, 20, 2))
+
+    Attributes:
+        model: what is watched.
+        every, keep: as for `probe`.
+        records: by name, in the order in which they were first written.
+    """
 
     def __init__(self, model: nn.Module, every: int, keep: bool):
         self.model, self.every, self.keep = model, check_every(every), keep
@@ -201,13 +240,16 @@ class Probe:
                                   "fast_weight")  # fmt: skip
 
     def _enter(self, name):
+        """A module is called: it is now the innermost one."""
         self._called = True
         self._path.set((*self._path.get(), name))
 
     def _leave(self):
+        """It is done: the one around it is the innermost again."""
         self._path.set(self._path.get()[:-1])
 
     def _watch(self, inputs: Inputs, spec: Spec) -> None:
+        """A memory is about to be written: measure the call for the module that makes it."""
         path = self._path.get()
         if not path or path[-1] == INSIDE:
             return
@@ -293,10 +335,12 @@ INSIDE = "/inside"  # of a Fast Weight Layer
 
 
 def _parts(name):
+    """The words of a module's name, with one word for what models call by several."""
     return [SAME.get(part, part) for part in name.split(".")]
 
 
 def _contains(parts, wanted):
+    """Whether these words stand side by side in a name."""
     return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))
 
 

@@ -84,6 +84,7 @@ def plan(waiting: list[int], new: list[int], C: int, *, held: bool) -> Layout:
     lengths = [waiting[i] + new[i] for i in order]
     olds = [waiting[i] for i in order]
     calls = []
+    # Chunk by chunk: rows that go on after it close it and learn, rows that end in it are only answered.
     for at in range(0, max(lengths, default=0), C):
         closing, active = (sum(n > m for n in lengths) for m in (at + C, at))
         if active > closing:
@@ -149,6 +150,7 @@ def read(
     tokens = _laid_out((x, labels, share), state, layout, waiting, new)
     learned = _ordered(state[:3], layout)
     outputs: list[tuple[Any, Any]]
+    # Where nothing is differentiated, held chunks are read by hand, in place, and on a GPU as a graph.
     if config.within != "held" or _differentiates():
         outputs, learned = _loop(config, _with_words(ops, words, c), p, tokens, learned, layout, score)
     elif features or layout.order is not None:
