@@ -213,6 +213,16 @@ def read_first_whole(paths: "Sequence[Path]") -> "tuple[dict[str, Tensor], dict[
     raise FastWeightError("; ".join(damaged))
 
 
+def read_text(path: Path, why: str) -> str:
+    """The text of a UTF-8 file.  why: what was expected, for the message when it is something else."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FastWeightError(f"{path} cannot be read: {error.strerror}; expected {why}") from None
+    except UnicodeDecodeError as error:
+        raise FastWeightError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); expected {why}") from None
+
+
 def read_json(path: Path, why: str) -> dict[str, Any]:
     """The object in a JSON file, its checksum compared where it has one.
 
@@ -221,7 +231,7 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
         why: what was expected, for the message when there is none.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise FastWeightError(f"{path} does not exist; expected {why}") from None
     except OSError as error:

@@ -363,7 +363,7 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
     tensors, _ = read_tensors(folder / WEIGHTS)
     try:
         settings = HeadSettings(**about["head"])
-        cache = False if about["cache"] is None else NeuralCache(**about["cache"])
+        cache = False if parts[2] is None else NeuralCache(**parts[2])
     except TypeError as error:
         raise FastWeightError(f"{folder / CONFIG}: {error}; expected the settings of a head and its cache") from None
     check_shapes(settings, tensors, folder / WEIGHTS)

@@ -11,6 +11,8 @@ from fastweights.text import corpus
 from fastweights.text.scores import Text
 from fastweights.torch.devices import pick_device
 
+MOST, MOST_LAYERS = 2**34, 4096  # of the numbers in a configuration
+
 
 def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
     """(model, tokenizer) of a folder of the ecosystem or a GGUF file, whose quantised weights become real numbers
@@ -38,14 +40,38 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32"
         if len(found) != 1:
             raise FastWeightError(f"model {path} has no config.json; expected one, or a single GGUF file in it")
         source |= dict(gguf_file=found[0].name)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **source)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **source)
+    file = path / source.get("gguf_file", "config.json")
+    try:
+        _check_size(transformers.AutoConfig.from_pretrained(path, **source), file)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **source)
+    except FastWeightError:
+        raise
+    except Exception as error:  # transformers and its parts raise whatever they meet
+        reason = (str(error) or type(error).__name__).splitlines()[0][:300]
+        raise FastWeightError(f"{file} cannot be read: {reason}; expected a model of transformers") from error
     if not tokenizer.is_fast:
         raise FastWeightError(
             f"the tokenizer of {path} is a {type(tokenizer).__name__}; expected a fast one: bits per "
             "byte need to know which bytes a token stands for"
         )
     return model.to(pick_device(device)).eval(), tokenizer
+
+
+def _check_size(config: Any, file: Path) -> None:
+    """Refuse a configuration that asks for far more weights than its files hold, before memory is taken for them."""
+    import transformers
+
+    sizes = [v for v in config.to_dict().values() if isinstance(v, int)]
+    if max(sizes, default=0) > MOST or getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
+        raise FastWeightError(f"{file} has a size of {max(sizes)}; expected at most {MOST}, in {MOST_LAYERS} layers")
+    with torch.device("meta"):
+        asked = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    held = sum(p.stat().st_size for p in ([file] if file.suffix == ".gguf" else file.parent.glob("*.safetensors")))
+    if held and asked > 8 * held + 2**20:  # a weight takes a bit at least
+        raise FastWeightError(
+            f"{file} asks for {asked:,} weights; expected at most {8 * held:,}: its files hold {held:,} bytes"
+        )
 
 
 def read_text(tokenizer: Any, name: str, data: bytes) -> Text:

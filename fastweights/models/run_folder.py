@@ -90,8 +90,13 @@ def read_tokenizer(run: Path, about: dict[str, Any]) -> tokenizer.Bytes | tokeni
 
 def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], file: Path) -> None:
     """Raise unless weights are those that the configuration asks for; nothing is allocated to find out."""
-    with torch.device("meta"):
-        wanted = LanguageModel(config, vocab).state_dict()
+    try:
+        with torch.device("meta"):
+            wanted = LanguageModel(config, vocab).state_dict()
+    except (RuntimeError, OverflowError) as error:  # sizes whose product is no number of bytes
+        raise FastWeightError(
+            f"{CONFIG} beside {file} cannot be: {error}; expected of shape and size that exist"
+        ) from None
     for name in sorted(wanted.keys() | weights.keys()):
         expected, got = (x[name].shape if name in x else None for x in (wanted, weights))
         if got != expected:

@@ -53,7 +53,14 @@ def files(spec: str) -> tuple[Path, list[Path]]:
     if not root.is_dir():
         raise FastWeightError(f"data is {spec!r}; expected stdlib, hf:NAME or an existing file or folder")
     paths = (p for p in root.rglob("*") if p.is_file())
-    return root, sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(root).parts))
+    found = sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(root).parts))
+    whole = root.resolve()
+    for path in found:  # a folder from a stranger must not bring in files of the user
+        if not (target := path.resolve()).is_relative_to(whole):
+            raise FastWeightError(
+                f"{path} is a link to {target}; expected files within {root}: name that folder instead"
+            )
+    return root, found
 
 
 def identity(spec: str) -> list:

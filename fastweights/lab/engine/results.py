@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.core import FastWeightError
-from fastweights.files import write_text
+from fastweights.files import read_text, write_text
 
 Arm = dict[str, Any]
 Row = dict[str, Any]
+TABLE = "a table of `fastweights reproduce`, whose last column says which arm a row is of"
+LINES = "lines of `fastweights reproduce`, each an arm and its rows"
 
 
 def key(arm: Arm) -> str:
@@ -37,7 +39,7 @@ class Results:
         self.done: dict[str, list[Row]] = {}
         for path in [folder / f"{name}.csv", *sorted(folder.glob(f"{name}.*jsonl"))]:
             if path.exists():
-                self.done |= read_csv(path) if path.suffix == ".csv" else _read_lines(path)
+                self.done |= read_csv(path) if path.suffix == ".csv" else read_lines(path)
 
     def __contains__(self, key: str) -> bool:
         return key in self.done
@@ -68,15 +70,18 @@ class Results:
         return path
 
 
-def _read_lines(path: Path) -> dict[str, list[Row]]:
+def read_lines(path: Path) -> dict[str, list[Row]]:
     """{key of an arm: its rows} of a file of lines; a line that a kill cut off is left out."""
     done = {}
-    for line in path.read_text().splitlines():
+    for line in read_text(path, LINES).splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:  # cut off by a kill: that arm runs again
+        except (ValueError, RecursionError):  # cut off by a kill: that arm runs again
             continue
-        done[key(entry["arm"])] = entry["rows"]
+        arm, rows = (entry.get("arm"), entry.get("rows")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(arm, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise FastWeightError(f"{path} has a line {line[:60]!r}; expected {LINES}")
+        done[key(arm)] = rows
     return done
 
 
@@ -100,10 +105,14 @@ def _cell(value: Any) -> str:
 def read_csv(path: Path) -> dict[str, list[Row]]:
     """What `to_csv` wrote: numbers are numbers again, empty cells are absent."""
     done: dict[str, list[Row]] = {}
-    with open(path, newline="") as file:
-        for cells in csv.DictReader(file):
-            arm = cells.pop("arm")
-            done.setdefault(arm, []).append({c: _value(text) for c, text in cells.items() if text != ""})
+    try:
+        for cells in csv.DictReader(io.StringIO(read_text(path, TABLE), newline="")):
+            arm = cells.pop("arm", None)
+            if arm is None or None in cells:
+                raise FastWeightError(f"{path} has a row without a cell for each column; expected {TABLE}")
+            done.setdefault(arm, []).append({c: _value(text) for c, text in cells.items() if text})
+    except csv.Error as error:
+        raise FastWeightError(f"{path} is not CSV ({error}); expected {TABLE}") from None
     return done
 
 

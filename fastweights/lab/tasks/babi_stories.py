@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fastweights.core import FastWeightError
+from fastweights.files import read_text
 from fastweights.lab.engine import captured_steps
 
 TASKS = (
@@ -85,11 +86,11 @@ def _stories(name: str, train: list[Story], test: list[Story]) -> Stories:
 
 def _read(folder: Path, task: int, split: str) -> list[Story]:
     """The stories in the file of a task: a line numbered 1 starts one, a tab comes before an answer."""
-    path = next(folder.glob(f"qa{task}_*_{split}.txt"))
+    path = next(iter(sorted(folder.glob(f"qa{task}_*_{split}.txt"))), folder / f"qa{task}_*_{split}.txt")
     found: list[Story] = []
     words: list[str] = []
     answers: list[tuple[int, str]] = []
-    for line in [*path.read_text().splitlines(), "1 "]:
+    for line in [*read_text(path, "stories of bAbI").splitlines(), "1 "]:
         number, _, rest = line.partition(" ")
         if number == "1" and answers:
             found.append(Story(task, tuple(words), tuple(answers)))

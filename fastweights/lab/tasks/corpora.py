@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fastweights.core import FastWeightError
+from fastweights.files import read_text
 from fastweights.text import corpus
 
 NAMES = ("wikitext-2-words", "wikitext-2-bytes", "enwik8", "stdlib-words", "stdlib-bytes")
@@ -90,7 +91,7 @@ def _wikitext(folder: Path) -> dict[str, list[str]]:
     """The articles of each split, cut at their titles."""
     found = {}
     for split in SPLITS:
-        text = (folder / f"wiki.{split}.tokens").read_text(encoding="utf-8")
+        text = read_text(folder / f"wiki.{split}.tokens", "articles of WikiText")
         at = [m.start() for m in TITLE.finditer(text)]
         found[split] = [text[a:b] for a, b in zip([0, *at[1:]], [*at[1:], len(text)], strict=True)]
     return found
@@ -101,8 +102,11 @@ def _enwik8(folder: Path) -> dict[str, list[str]]:
     path = next((p for p in (folder / "enwik8.xz", folder / "enwik8") if p.exists()), None)
     if path is None:
         raise FastWeightError(f"data is {folder}; expected enwik8 or enwik8.xz there: no other form is read")
-    with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
-        raw = file.read(MEGABYTES * 10**6)
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
+            raw = file.read(MEGABYTES * 10**6)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise FastWeightError(f"{path} cannot be read: {error}; expected enwik8, as it is or by xz") from None
     edges = [0, int(len(raw) * 0.9), int(len(raw) * 0.95), len(raw)]
     return {s: [raw[a:b].decode("utf-8", "ignore")] for s, a, b in zip(SPLITS, edges, edges[1:], strict=False)}
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastweights.core import FastWeightError
+from fastweights.files import read_text
 
 PAD, START, END, UNKNOWN = range(4)
 LENGTHS = (16, 24, 32, 48)  # sentences are padded to one of these
@@ -38,9 +39,13 @@ def load(data: Path | None, limit: int = 0) -> Pairs:
     if data is None or not (data / "multi30k").is_dir():
         raise FastWeightError(f"data is {data}; expected a folder with multi30k/train.en, train.de and so on")
     names = dict(train="train", valid="val", test="test_2016_flickr")
-    read = {s: zip(*(_read(data / "multi30k" / f"{n}.{language}") for language in ("en", "de")), strict=True)
-            for s, n in names.items()}  # fmt: skip
-    return _pairs("multi30k", {s: list(pairs)[: limit or None] for s, pairs in read.items()})
+    splits = {}
+    for split, name in names.items():
+        english, german = (_read(data / "multi30k" / f"{name}.{language}") for language in ("en", "de"))
+        if len(english) != len(german):
+            raise FastWeightError(f"{name} has {len(english)} English and {len(german)} German lines; expected pairs")
+        splits[split] = list(zip(english, german, strict=True))[: limit or None]
+    return _pairs("multi30k", splits)
 
 
 def made_up(limit: int = 0) -> Pairs:
@@ -59,7 +64,7 @@ def _pairs(name: str, splits: dict[str, list[tuple[list[str], list[str]]]]) -> P
 
 def _read(path: Path) -> list[list[str]]:
     """The lines of a file as words."""
-    return [line.split() for line in path.read_text("utf-8").splitlines()]
+    return [line.split() for line in read_text(path, "a sentence per line").splitlines()]
 
 
 def _made_up(rng: random.Random) -> tuple[list[str], list[str]]:

@@ -1,0 +1,61 @@
+"""Files from strangers: 2,000 mutated ones through every loader (`make fuzz` does 100,000), links, markup, sizes."""
+
+import json
+
+import pytest
+
+from fastweights import FastWeightError
+from fastweights.models import run_folder
+from fastweights.models.config import Config
+from fastweights.text import corpus
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+from reliability.fuzz import fuzz
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mutated_files_are_read_or_refused(monkeypatch):
+    """Never anything but FastWeightError, and never much memory."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    outcomes, failures, grown = fuzz(2000)
+    assert not failures, failures[0]
+    assert sum(outcomes.values()) == 2000
+    assert {what for _, what in outcomes} == {"read", "refused"}  # mutations are neither all fatal nor all harmless
+    assert grown < 512 * 2**20
+
+
+def test_fuzz_can_fail(monkeypatch):
+    """A loader that raises something else is caught."""
+    monkeypatch.setattr("fastweights.lab.engine.results.csv.DictReader", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fuzz(1, hf=False)  # already as it reads the file that nobody has changed
+
+
+def test_links_out_of_a_corpus_are_refused(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "secret.txt").write_text("a key")
+    (tmp_path / "texts" / "a.txt").write_text("a text")
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "texts" / "a.txt")
+    assert len(list(corpus.documents(str(tmp_path / "texts")))) == 2  # within the folder they lead nowhere new
+    (tmp_path / "link").symlink_to(tmp_path / "texts")
+    assert len(list(corpus.documents(str(tmp_path / "link")))) == 2  # the folder itself is the user's word
+    (tmp_path / "texts" / "c.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(FastWeightError, match=r"c\.txt is a link to .*secret\.txt; expected files within .*texts"):
+        list(corpus.documents(str(tmp_path / "texts")))
+
+
+@pytest.mark.parametrize(
+    "change", [dict(dim=2**30), dict(layers="delta*999999999"), dict(depth=10**9), dict(hidden=2**36)]
+)
+def test_sizes_are_checked_before_memory_is_taken(tmp_path, change):
+    from fastweights.files import write_tensors
+    from fastweights.models.language_model import LanguageModel
+
+    small = Config(dim=8, heads=1, depth=1, head="linear")
+    weights = {f"model.{n}": x for n, x in LanguageModel(small, 257).state_dict().items()}
+    write_tensors(tmp_path / run_folder.BEST, weights, {})
+    about = dict(config=small.to_dict() | change, vocab=257)
+    (tmp_path / run_folder.CONFIG).write_text(json.dumps(about))
+    with pytest.raises(FastWeightError, match=r"expected of shape|over 4096 blocks"):
+        run_folder.load(tmp_path)
