@@ -4,12 +4,14 @@
     python benchmarks/fwl_reading.py --device cuda      (8 blocks of 512, 8 documents side by side, bfloat16 products)
 
 All ways are timed in one process, in turn, on the same random tokens; the ratio is the median over rounds of speed
-against carried memory without learning.
+against carried memory without learning. Then training steps, forward and backward, of the same model with the layer
+learning and not.
 """
 
 import argparse
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ def main():
     parser.add_argument("--segment", type=int, default=1024, help="tokens per call")
     parser.add_argument("--vocab", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of ways to time; all when absent")
     given = parser.parse_args()
     gpu = given.device == "cuda"
     sizes = dict(depth=8, dim=512, heads=8) if gpu else {}
@@ -39,6 +42,9 @@ def main():
     if gpu:
         ways["refresh 64, held, no CUDA graph"] = (64, "held", True, False)
     ways["published"] = (0, "held", True, True)
+    ways = {
+        n: way for n, way in ways.items() if n == "carried memory" or not given.only or n.startswith(tuple(given.only))
+    }
     base = LanguageModel(Config(refresh=64, **sizes), vocab)
     models = {}
     for name, (C, within, _, _) in ways.items():
@@ -73,6 +79,29 @@ def main():
     held = [known for known in graphs._known.values() if known is not None]
     print(f"graphs kept: {sum(not isinstance(k, str) for k in held)} of at most {most}; refused: "
           f"{[k for k in held if isinstance(k, str)]}")  # fmt: skip
+    training(given, base.to(given.device).train(), row, autocast, gpu)
+
+
+def training(given, model, row, autocast, gpu):
+    """Seconds of a training step by the layer's refresh, against the layer that does not learn."""
+    seconds = {name: [] for name in ("static", "refresh 64", "refresh 32")}
+    for round in range(given.rounds + 3):
+        for name, spent in seconds.items():
+            learn = name != "static"
+            if learn:
+                model.fast.config = replace(model.fast.config, refresh=int(name.split()[1]))
+            _wait(gpu)
+            start = time.perf_counter() if gpu else time.process_time()
+            with autocast:
+                loss = model.score(row[:, :-1], row[:, 1:], learn=learn, slow=False).loss.mean()
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            _wait(gpu)
+            if round >= 3:
+                spent.append((time.perf_counter() if gpu else time.process_time()) - start)
+    for name, spent in seconds.items():
+        ratio = np.median(np.array(spent) / np.array(seconds["static"]))
+        print(f"training, {name:24} {1000 * np.median(spent):10.1f} ms   {ratio:.3f} of static")
 
 
 def _wait(gpu):

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastweights import cli
 from fastweights.core import FastWeightError
-from fastweights.hf import attach, detach
+from fastweights.hf import attach, detach, down_projections
 from fastweights.hf.export import tokenizer_of
 from fastweights.hf.head_training import Adapting, HeadTrainer, body, read_batch, train_head
 from fastweights.hf.loading import load_model, read_text, row_of
-from fastweights.hf.scoring import Reading, down_projections, score
+from fastweights.hf.scoring import PARTS, Reading, _attached, score
 from fastweights.text.tokenizer import Bytes
 from fastweights.torch.dynamic import GradientStatistics
 
@@ -113,6 +113,9 @@ def test_heads_and_caches_score_what_they_say(model, tokenizer, texts):
         np.testing.assert_allclose(
             score(model, tokenizer, texts[1:], mode, how).losses[0], run(mode).losses[1], rtol=1e-4
         )
+    for mode in ("still", "fast", "cache", "both"):  # the stream in pieces says the same as windows read side by side
+        pieces, _ = _attached(model, row_of(tokenizer, texts[0]), how, PARTS[mode])
+        np.testing.assert_allclose(pieces, run(mode).losses[0], rtol=1e-4)
     assert run("fast").state_bytes == sum(x.numel() * x.element_size() for x in head.init_state(1))
     assert mean("dynamic+cache") < mean("dynamic")
 

@@ -1,6 +1,7 @@
 """Learning while reading at scale: what each way to learn from a page gains on the pages of enwik8.
 
     python benchmarks/learning_while_reading prepare --text enwik8 --work W
+    python benchmarks/learning_while_reading words --text wikitext-2 --work W          (in its place, for words)
     python benchmarks/learning_while_reading body --work W --body gated-delta --minutes 5
     python benchmarks/learning_while_reading tune --work W --body gated-delta --minutes 1.5
     python benchmarks/learning_while_reading score --work W --body gated-delta --out results --minutes 8
@@ -9,13 +10,13 @@
     python benchmarks/learning_while_reading gather --out results
     python benchmarks/learning_while_reading report
 
-`prepare` splits the text at `<page>`, trains a tokenizer and encodes. `body` trains a language model whose last layer
-is a Fast Weight Layer that does not learn. `tune` trains that layer and its steps through their own learning, the rest
-frozen: the published sum, and gradients at the current weights every 16, 64 and 256 tokens. `score` scores held-out
-pages, every token before it is learned from, in every arm; it goes on where it stopped, and several processes may score
-different --arms at once. `speed` times the arms one page at a time. `table` writes CSV files: the loss of each page, by
-position, frequency and repetition, and one line per arm. `gather` puts those of all bodies into docs/results; `report`
-prints the tables and draws the figure of the page there.
+`prepare` splits the text at `<page>`, trains a tokenizer, unless W has one, and encodes. `body` trains a language model
+whose last layer is a Fast Weight Layer that does not learn. `tune` trains that layer and its steps through their own
+learning, the rest frozen: the published sum, and gradients at the current weights every 16, 64 and 256 tokens. `score`
+scores held-out pages, every token before it is learned from, in every arm; it goes on where it stopped, and several
+processes may score different --arms at once. `speed` times the arms one page at a time. `table` writes CSV files: the
+loss of each page, by position, frequency and repetition, and one line per arm. `gather` puts those of all bodies into
+docs/results; `report` prints the tables and draws the figure of the page there.
 
 W holds what is large: tokens, weights, losses per page.
 """
@@ -25,12 +26,20 @@ from pathlib import Path
 
 import torch
 from arms import score
-from model import body, prepare, tune
+from model import body, prepare, tune, words
 from report import gather, report
 from table import speed, table
 
 STAGES = dict(
-    prepare=prepare, body=body, tune=tune, score=score, speed=speed, table=table, gather=gather, report=report
+    prepare=prepare,
+    words=words,
+    body=body,
+    tune=tune,
+    score=score,
+    speed=speed,
+    table=table,
+    gather=gather,
+    report=report,
 )
 
 
@@ -38,7 +47,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for tokens, weights and losses")
-    parser.add_argument("--text", type=Path, help="the text, split at <page>; for prepare")
+    parser.add_argument("--text", type=Path, help="the text, split at <page>; for words, the folder")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV files")
     parser.add_argument("--bytes", type=int, default=0, help="read so much of the text; 0 for all")
     parser.add_argument("--vocab", type=int, default=16_383)
@@ -50,6 +59,7 @@ def main():
     parser.add_argument("--window", type=int, default=1024, help="tokens that softmax attention looks back")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--layer-lr", type=float, default=1e-3, help="of the layer's weights in tune")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, of each layer in tune, or of scoring")
     parser.add_argument(

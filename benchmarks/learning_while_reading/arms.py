@@ -140,13 +140,18 @@ class Scorer:
         return logits.float(), after._replace(fast=None)
 
     def dynamic(self, rule, which):
-        """Dynamic evaluation of all weights, memory carried, or of the layer's own on features read once."""
-        statistics, alone = self.divide(rule), which == "block"
+        """Dynamic evaluation of all weights, memory carried, or on features read once: of the layer's own weights,
+
+        of the output embedding, or of both. The embedding of the inputs then stays as it is.
+        """
+        statistics, alone = self.divide(rule), which != "all"
         divide = None if statistics is None else {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()}
         module = side_by_side.Alone(self.model) if alone else side_by_side.Whole(self.model)
         names = [n for n, _ in module.named_parameters() if not n.endswith("steps")]
         if alone:
-            names = [f"model.fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
+            block = [f"model.fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
+            output = ["model.embedding.weight"]  # tied
+            names = dict(block=block, output=output, both=block + output)[which]
 
         def together(rows, rates, clips):
             at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
@@ -155,7 +160,8 @@ class Scorer:
                                         divide=divide, segment=SEGMENT, most=self.given.together)  # fmt: skip
             return [x.cpu().numpy() for x in losses]
 
-        start = {("sgd", "all"): 0.2, ("sgd", "block"): 1.0, ("rms", "all"): 2e-4, ("rms", "block"): 8e-4}[rule, which]
+        start = {"all": (0.2, 2e-4), "block": (1.0, 8e-4), "output": (1.0, 4e-4), "both": (1.0, 4e-4)}[which]
+        start = start[rule == "rms"]
         name = f"dynamic-{which}-{rule}"
         rate, clip = self.rate_and_clip(name, start, together)
         return Arm(name, None, f"rate {rate:.3g}, clip {clip:g}",
@@ -201,10 +207,9 @@ class Scorer:
                         f"cache-{name}",
                         lambda n=name, r=refresh: self.of_block(f"cache-{n}", self.tuned(r), cache=True),
                     )
-        for rule in ("sgd", "rms"):
-            yield f"dynamic-block-{rule}", lambda r=rule: self.dynamic(r, "block")
-        for rule in ("sgd", "rms"):
-            yield f"dynamic-all-{rule}", lambda r=rule: self.dynamic(r, "all")
+        for which in ("block", "output", "both", "all"):
+            for rule in ("sgd", "rms"):
+                yield f"dynamic-{which}-{rule}", lambda r=rule, w=which: self.dynamic(r, w)
 
     def not_learning(self, name, block):
         """What the layer's training gained without learning from the page."""

@@ -1,8 +1,11 @@
 """Pages of enwik8, the language model, and its last layer trained through its own learning."""
 
 import math
+import re
 import time
+from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.mixers import Pieces
-from fastweights.text.tokenizer import Subwords
+from fastweights.text.tokenizer import FILE, Subwords
 from fastweights.torch import FWLBlock
 from fastweights.torch.tree import map_tensors
 
@@ -24,8 +27,11 @@ def prepare(given):
     text = given.text.read_bytes()[: given.bytes or None]
     pages = [b"<page>" + page for page in text.split(b"<page>")[1:]]
     test = np.random.default_rng(0).random(len(pages)) < given.held_out
-    tokenizer = Subwords.train(given.vocab, (p for p, held in zip(pages, test, strict=True) if not held))
-    tokenizer.save(given.work)
+    if (given.work / FILE).exists():
+        tokenizer = Subwords.read(given.work / FILE)
+    else:
+        tokenizer = Subwords.train(given.vocab, (p for p, held in zip(pages, test, strict=True) if not held))
+        tokenizer.save(given.work)
     ids = []
     for at in range(0, len(pages), 512):  # an encoding takes a hundred times the memory of its ids
         some = [p.decode("latin-1") for p in pages[at : at + 512]]
@@ -34,6 +40,28 @@ def prepare(given):
     np.savez_compressed(given.work / "pages.npz", tokens=np.concatenate(ids), at=np.cumsum([0, *map(len, ids)]),
                         test=test, bytes=tokenizer.lengths())  # fmt: skip
     print(f"{len(pages)} pages, {sum(map(len, ids)):,} tokens, {int(test.sum())} pages held out")
+
+
+def words(given):
+    """pages.npz of WikiText in the folder --text: articles as words and line ends; those of valid and test held out."""
+    if (given.work / "pages.npz").exists():
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
+    articles, test = [], []
+    for part in ("train", "valid", "test"):
+        lines = (given.text / f"wiki.{part}.tokens").read_text().splitlines()
+        starts = [i for i, line in enumerate(lines) if re.fullmatch(r" = [^=].* = ", line)]
+        for a, b in pairwise([*starts, len(lines)]):
+            articles.append([word for line in lines[a:b] if line.strip() for word in [*line.split(), "\n"]])
+            test.append(part != "train")
+    known = Counter(word for article, held in zip(articles, test, strict=True) if not held for word in article)
+    number = {word: i for i, word in enumerate(known)}
+    unknown, start = number["<unk>"], len(number)
+    ids = [np.array([start, *(number.get(word, unknown) for word in article)], np.uint16) for article in articles]
+    sizes = [*(len(word.encode()) + (word != "\n") for word in number), 0]  # a word and the space before it
+    np.savez_compressed(given.work / "pages.npz", tokens=np.concatenate(ids), at=np.cumsum([0, *map(len, ids)]),
+                        test=np.array(test), bytes=np.array(sizes))  # fmt: skip
+    print(f"{len(ids)} articles, {sum(map(len, ids)):,} words of {start:,} kinds, {sum(test)} articles held out")
 
 
 class Pages:
@@ -187,7 +215,7 @@ def tune(given):
         learned = [p for n, p in block.named_parameters() if n not in ("steps", "unembed")]
         for p in (*learned, block.steps):
             p.requires_grad_(True)
-        optimizer = torch.optim.AdamW([dict(params=learned, lr=1e-3), dict(params=[block.steps], lr=2e-2)],
+        optimizer = torch.optim.AdamW([dict(params=learned, lr=given.layer_lr), dict(params=[block.steps], lr=2e-2)],
                                       weight_decay=0.0, betas=(0.9, 0.95))  # fmt: skip
 
         def loss_of(rng, block=block):

@@ -164,14 +164,21 @@ def evaluate(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Mode to score in: static, still, fast, cache, both, dynamic or dynamic+cache; repeatable. All that "
-            "make sense when absent."
+            help="Mode to score in: static, still, fast, cache, both, body, all, dynamic or dynamic+cache; repeatable. "
+            "All that make sense when absent."
         ),
     ] = None,
     head: Annotated[
         Path | None,
         typer.Option(help="Folder of `fastweights hf adapt`; a head without training when absent.", show_default=False),
     ] = None,
+    where: Annotated[
+        str,
+        typer.Option(
+            help="Third of the model whose feed-forward layers learn too, in the modes body and all: first, middle, "
+            "last or all. None when absent; with --head, as it was trained."
+        ),
+    ] = "",
     window: Window = 1024,
     stride: Annotated[
         int, typer.Option(min=1, help="Tokens scored at a time, and between two updates of dynamic evaluation.")
@@ -209,6 +216,8 @@ def evaluate(
     - fast: the layer learns from every token of the text;
     - cache: mixed with a look-up of words that followed similar places earlier in the text (a neural cache);
     - both: fast and cache together;
+    - body: matrices inside the model learn, one step per stride (`--where`);
+    - all: body, fast and cache together;
     - dynamic: the model's weights are trained on each stride after it is scored;
     - dynamic+cache: the same, mixed with the look-up.
 
@@ -224,13 +233,14 @@ def evaluate(
     from fastweights.cli.scores import report_scores, score_modes
     from fastweights.hf import scoring
     from fastweights.hf.attach import attach, load_attached
+    from fastweights.hf.body import down_projections
     from fastweights.hf.loading import load_model, read_file
     from fastweights.text.scores import Score, summary
 
     lr = LR["rms" if statistics else "sgd"] if dynamic_lr is None else dynamic_lr
     found, tokenizer = load_model(model, device=device)
     names = tuple(parameters or ("*",))
-    names = scoring.down_projections(found) if names == ("middle",) else names
+    names = down_projections(found) if names == ("middle",) else names
     how = scoring.Reading(window=window, stride=stride, lr=lr, parameters=names)
     texts = [read_file(tokenizer, file, limit) for file in files]
     if statistics:
@@ -239,7 +249,7 @@ def evaluate(
         load_attached(found, head)
     else:
         torch.manual_seed(0)
-        attach(found)
+        attach(found, where=where or None)
     # An untrained head that learns nothing is the model itself, so "still" is of use with --head alone.
     asked = [m for m in scoring.modes(found) if m != "dynamic+cache" and (m != "still" or head is not None)]
     peaks: list[int | None] = []

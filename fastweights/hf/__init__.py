@@ -25,6 +25,7 @@ from transformers.models.auto import modeling_auto
 
 from fastweights.hf.accelerate import Accelerated, accelerate
 from fastweights.hf.attach import FastState, attach, attached, detach, load_attached, save_attached, state_of, using
+from fastweights.hf.body import down_projections
 from fastweights.hf.cache import FastWeightCache
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.export import export
@@ -35,7 +36,6 @@ from fastweights.hf.other_heads import (
     FastWeightForTokenClassification,
 )
 from fastweights.hf.residual import HeadSettings, ResidualHead
-from fastweights.hf.scoring import down_projections
 
 __all__ = [
     "Accelerated",

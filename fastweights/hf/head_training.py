@@ -89,7 +89,7 @@ def body(model: Any, tokens: Tensor) -> Tensor:
 
     hook = model.get_output_embeddings().register_forward_pre_hook(take)
     try:
-        with using(model, head=False, cache=False):
+        with using(model, head=False, cache=False, body=False):
             model(tokens, use_cache=False)
     finally:
         hook.remove()

@@ -5,6 +5,8 @@ still      the same windows, and an attached head that learns nothing: what its 
 fast       the same windows, and the head learns from every token of the text
 cache      the same windows, mixed with what a neural cache expects
 both       the head and the cache together
+body       the same windows, and matrices inside the model learn (`attach(where=...)`)
+all        these, the head and the cache
 dynamic    the same windows, and the model's weights are trained on each stride after it is scored
 dynamic+cache    the same, mixed with what a neural cache expects
 """
@@ -20,9 +22,11 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.hf.attach import NAME, WINDOW, using
+from fastweights.hf.attach import NAME, WINDOW, attached, using
+from fastweights.hf.head_training import body
 from fastweights.hf.loading import read_corpus, row_of
 from fastweights.text.scores import Score, Text
+from fastweights.torch import cross_entropy, graphs
 from fastweights.torch.cache import NeuralCache
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
@@ -61,45 +65,21 @@ class Reading:
 
 
 PARTS = {  # of an attachment, by mode
-    "still": dict(cache=False, learn=False),
-    "fast": dict(cache=False),
-    "cache": dict(head=False),
-    "both": dict(),
+    "still": dict(cache=False, learn=False, body=False),
+    "fast": dict(cache=False, body=False),
+    "cache": dict(head=False, body=False),
+    "both": dict(body=False),
+    "body": dict(head=False, cache=False),
+    "all": dict(),
 }
-
-
-DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.fc_out", "fc2", "feed_forward.out")
-THIRDS = ("first", "middle", "last", "all")
-
-
-def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
-    """Names of the matrices that end the feed-forward layers in a third of a model: `parameters` of dynamic evaluation.
-
-    They are few, and what is below them needs no gradient.
-
-    Args:
-        model: a causal language model.
-        third: "first", "middle" or "last" third of the blocks, or "all".
-
-    Examples:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
-        >>> down_projections(LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes)))
-        ('model.layers.1.mlp.down_proj.weight',)
-    """
-    if third not in THIRDS:
-        raise FastWeightError(f"third is {third!r}; expected one of {', '.join(map(repr, THIRDS))}")
-    names = [n for n, p in model.named_parameters() if p.dim() == 2 and n.removesuffix(".weight").endswith(DOWN)]
-    if not names:
-        raise FastWeightError(f"no feed-forward layer of the {type(model).__name__} ends in one of {', '.join(DOWN)}; "
-                              "expected one per block: name the parameters themselves")  # fmt: skip
-    n, i = len(names), THIRDS.index(third)
-    return tuple(names) if third == "all" else tuple(names[-(-i * n // 3) : -(-(i + 1) * n // 3)])
 
 
 def modes(model: Any) -> list[str]:
     """Those this model can be scored in; all but static and dynamic need `attach`."""
-    return ["static", *(PARTS if hasattr(model, NAME) else ()), "dynamic", "dynamic+cache"]
+    found = list(PARTS) if hasattr(model, NAME) else []
+    if found and attached(model).hooks.body is None:  # type: ignore[union-attr]
+        found = [name for name in found if not PARTS[name].get("body", True)]
+    return ["static", *found, "dynamic", "dynamic+cache"]
 
 
 def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading, *,
@@ -114,7 +94,7 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
         advance: advance(bytes) after every text, for a progress bar.
     """
     if mode not in modes(model):
-        why = "; attach a head first" if mode in PARTS else ""
+        why = "; attach a head first, with where=... for body and all" if mode in PARTS else ""
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
     model.eval()
     peak = watch_memory(model.device)
@@ -123,9 +103,11 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
     for text in texts:
         row = row_of(tokenizer, text).to(model.device)
         if mode in PARTS:
-            loss, held = _attached(model, row, how, PARTS[mode])
+            parts = PARTS[mode]
+            beside = not parts.get("body", True) and how.stride % attached(model).settings.refresh == 0
+            loss, held = (_beside if beside else _attached)(model, row, how, parts)
         else:
-            with using(model, head=False, cache=False):
+            with using(model, head=False, cache=False, body=False):
                 loss, held = _static(model, row, how) if mode == "static" else _dynamic(model, row, how, mode)
         losses.append(loss.double().cpu().numpy())
         advance(len(text.data))
@@ -135,12 +117,15 @@ def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading
 @torch.no_grad()
 def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
     """Losses (T,) of a text (1, T + 1), windows of equal lengths several at a time; nothing is carried."""
-    losses = []
+    return torch.cat([_windows(model, row, spans) for spans in _groups(row, how)]), 0
+
+
+def _groups(row: Tensor, how: Reading) -> Iterator[list[tuple[int, int, int]]]:
+    """Spans of windows that are read side by side: neighbours of equal lengths, ROWS at most."""
     alike = lambda span: (span[2] - span[0], span[2] - span[1])  # noqa: E731
     for _, group in itertools.groupby(how.spans(row.shape[1] - 1), alike):
         spans = list(group)
-        losses += [_windows(model, row, spans[i : i + ROWS]) for i in range(0, len(spans), ROWS)]
-    return torch.cat(losses), 0
+        yield from (spans[i : i + ROWS] for i in range(0, len(spans), ROWS))
 
 
 def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
@@ -150,6 +135,47 @@ def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tens
     labels = torch.cat([row[:, start + 1 : stop + 1] for _, start, stop in spans])
     logits = model(tokens, use_cache=False, logits_to_keep=keep).logits[:, -keep:]
     return token_losses(logits, labels).flatten()
+
+
+@torch.no_grad()
+def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
+    """Head and cache where nothing inside the model learns: it reads several windows at once, as in `_static`.
+
+    The labels are known, so that no logits are held; the losses are those of `_attached`.
+    """
+    head = attached(model)
+    cache: Any = head.hooks.cache  # type: ignore[union-attr]
+    output = model.get_output_embeddings()
+    weight, bias = output.weight, getattr(output, "bias", None)
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    state = head.init_state(1)
+    learned, cached, losses = (state.dense1, state.dense2), None, []
+    for spans in _groups(row, how):
+        keep = spans[0][2] - spans[0][1]
+        x = body(model, torch.cat([row[:, first:stop] for first, _, stop in spans]))[:, -keep:].flatten(0, 1)[None]
+        labels = row[:, spans[0][1] + 1 : spans[-1][2] + 1]
+        if not parts.get("head", True):
+            loss = cross_entropy.loss(x, weight.mT, bias, labels)
+        elif not parts.get("learn", True):
+            loss = cross_entropy.loss(head.features(x), weight.mT, bias, labels)
+        else:
+            loss, learned = _score(head, x, labels, weight, bias, learned)
+        if parts.get("cache", True) and cache is not None:
+            loss, cached = cache.score(x, labels, loss, cached)
+        losses.append(loss[0])
+    return torch.cat(losses), tensor_bytes((state if parts.get("head", True) else None, cached))
+
+
+def _score(head, x, labels, weight, bias, learned):
+    """`head.score` of whole texts, on a GPU as a CUDA graph."""
+
+    def read(x, labels, S1, S2):
+        losses, after = head.score(x, labels, weight, bias, (S1, S2), torch.ones_like(labels, dtype=torch.bool))
+        return losses, *after
+
+    places = tuple(p.data_ptr() for p in (*head.parameters(), weight, bias))
+    loss, *learned = graphs.call(("residual", head.settings, places), read, (x, labels, *learned))
+    return loss, tuple(learned)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 
 BLOCK = 128  # queries at a time
+WIDE_BLOCK = 1024  # the same on a GPU, which waits for the host when they are few
 EPS = 1e-12  # under the squared length of a feature vector
 
 
@@ -213,11 +214,11 @@ def places(x, mask, cu_seqlens):
 
 
 def blocks(lengths):
-    """(slice of tokens, sequences that have any there): all in blocks of BLOCK."""
-    sizes = lengths.tolist()
-    for a in range(0, max(sizes, default=0), BLOCK):
+    """(slice of tokens, sequences that have any there): all in blocks of BLOCK, WIDE_BLOCK on a GPU."""
+    sizes, block = lengths.tolist(), WIDE_BLOCK if lengths.is_cuda else BLOCK
+    for a in range(0, max(sizes, default=0), block):
         rows = slice(None) if min(sizes) > a else (lengths > a).nonzero()[:, 0]
-        yield slice(a, min(a + BLOCK, max(sizes))), rows
+        yield slice(a, min(a + block, max(sizes))), rows
 
 
 def unit(x):

@@ -54,12 +54,17 @@ def read(
         x, shares = x.to(words.dtype), shares.to(words.dtype)[..., None]
         steps = _steps(config, p["steps"]).to(words.dtype)
         keys = x * (2.0 * steps[0])
-        sums = steps[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
+        twice = torch.stack([steps[0], 2.0 * steps[1], *steps[2:]])  # the slope of the squared ReLU is in the step
+        sums = twice[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
+        low = weights
+        if weights.dense1.dtype != words.dtype:  # a copy to compute with
+            low = Weights(*(torch.empty_like(w, dtype=words.dtype) for w in weights))
         # One chunk of every sequence that has one: answer, score, and where the chunk is full take the step.
         for call in calls:
             part = slice(call.a, call.b), slice(call.c, call.d)
-            W = weights.rows(call.a, call.b)
-            now = W if W.dense1.dtype == words.dtype else Weights(*(w.to(words.dtype) for w in W))
+            W, now = weights.rows(call.a, call.b), low.rows(call.a, call.b)
+            if now.dense1 is not W.dense1 and now.dense1.dtype != W.dense1.dtype:
+                torch._foreach_copy_(list(now), list(W))
             r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
             loss = None
             if call.close:
@@ -84,11 +89,12 @@ def read(
 
 def losses(
     config: FWLConfig, p: dict[str, Tensor], learned: Sequence[Tensor], tokens: Sequence[Tensor], calls: Sequence[Any],
-    words: Tensor, c: Tensor,
+    words: Tensor, c: Tensor, read: Any = read,
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """`read` where every call has all rows: losses (N, L) of all tokens that are read, and what has been learned.
 
     On a GPU up to GROUP closed chunks at a time are one CUDA graph, which reads the trained weights where they are.
+    read: another function of the same arguments and results, for another way to read a chunk.
     """
     C, parts = config.refresh, []
     assert C is not None
@@ -103,7 +109,7 @@ def losses(
             outputs, after = read(config, p, given[:3], given[3:6], here, *given[6:], score=True)
             return torch.cat([loss for _, loss in outputs if loss is not None], 1), *after
 
-        key = "held", config, weights, len(here)
+        key = "chunks", config, weights, len(here), torch.is_autocast_enabled(words.device.type)
         given = (*learned, *part, words, c)
         loss, *learned = group(*given) if watching.steps else graphs.call(key, group, given)
         parts.append(loss)
@@ -140,7 +146,7 @@ def _backward(config, W, r, y, xhat, mean, rstd, dn):
 def _learn(W, keys, a, steps, sums, dh, dy, dscale, dn):
     """W minus steps times summed gradients, in place.  keys: x times twice its step;  sums (6, N, 1, C): the steps."""
     _subtract(W.dense1, keys.mT, dh)
-    _subtract(W.bias1, sums[1] + sums[1], dh)
+    _subtract(W.bias1, sums[1], dh)
     _subtract(W.dense2, a.mT, dy * steps[2])
     _subtract(W.bias2, sums[3], dy)
     _subtract(W.scale, sums[4], dscale)
@@ -151,6 +157,8 @@ def _subtract(w, keys, gradients):
     """w -= keys gradients, where w may be wider than they are."""
     if w.dtype == keys.dtype:
         w.baddbmm_(keys, gradients, alpha=-1)
+    elif w.is_cuda and torch.version.cuda and not torch.compiler.is_compiling():  # which does not know this one
+        torch.ops.aten.baddbmm.dtype_out(w, keys, gradients, w.dtype, alpha=-1, out=w)
     else:
         w -= torch.bmm(keys, gradients)
 

@@ -5,6 +5,7 @@ and laid out from their last unfinished chunk on, so that a step of the loop rea
 long enough, and nothing else.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -150,13 +151,14 @@ def read(
     tokens = _laid_out((x, labels, share), state, layout, waiting, new)
     learned = _ordered(state[:3], layout)
     outputs: list[tuple[Any, Any]]
-    # Where nothing is differentiated, held chunks are read by hand, in place, and on a GPU as a graph.
-    if config.within != "held" or _differentiates():
-        outputs, learned = _loop(config, _with_words(ops, words, c), p, tokens, learned, layout, score)
+    # Where nothing is differentiated, held chunks are read by hand, in place; on a GPU chunks are read as a graph.
+    chunks = held.read if config.within == "held" else partial(_chunks, ops)
+    if _differentiates():
+        outputs, learned = _loop(config, _with_words(ops, words, c), p, tokens, learned, layout.calls, score)
     elif features or layout.order is not None:
-        outputs, learned = held.read(config, p, learned, tokens, layout.calls, words, c, score=score)
+        outputs, learned = chunks(config, p, learned, tokens, layout.calls, words, c, score=score)
     else:
-        every, learned = held.losses(config, p, learned, tokens, layout.calls, words, c)
+        every, learned = held.losses(config, p, learned, tokens, layout.calls, words, c, chunks)
         outputs = [(None, every)]
     n = _gathered([n for n, _ in outputs], layout, B, T) if features else None
     loss = _gathered([loss for _, loss in outputs], layout, B, T) if score else None
@@ -209,10 +211,18 @@ def _ordered(learned, layout):
     return tuple(S[at] for S in learned)
 
 
-def _loop(config, ops, p, tokens, learned, layout, score):
+def _chunks(ops, config, p, learned, tokens, calls, words, c, *, score):
+    """`_loop` with the arguments of `held.read`; a CUDA graph may capture it, so that nothing is kept of casts."""
+    device = words.device.type
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False)
+    with autocast:
+        return _loop(config, _with_words(ops, words, c), p, tokens, learned, calls, score)
+
+
+def _loop(config, ops, p, tokens, learned, calls, score):
     """The features and losses of each call, and what each row has learned before its last chunk."""
     outputs, final = [], []
-    for call in layout.calls:
+    for call in calls:
         rows, part = slice(call.a, call.b), [y[call.a : call.b, call.c : call.d] for y in tokens]
         before = tuple(S[rows] for S in learned)
         n, loss, after = refresh.chunk(config, ops, p, before, *part, close=call.close, score=score)

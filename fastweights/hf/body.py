@@ -1,0 +1,130 @@
+"""Matrices inside a model that learn from the text: those that end feed-forward layers, as `attach(where=...)` says.
+
+A chosen matrix W answers with W + S, where S belongs to a text, one per row of the batch, and starts at 0. At the end
+of every forward pass S takes a step down the gradient g of the model's own mean loss on the tokens of that pass, each
+as the token before it in the pass predicted it; |g| is taken over all chosen matrices of a row:
+
+    S <- S - e g min(1, clip / |g|)
+
+This is dynamic evaluation of the chosen matrices, a segment per pass. Layers below the first of them need no gradient.
+"""
+
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.core import FastWeightError
+from fastweights.torch import cross_entropy
+from fastweights.torch.dtypes import accumulation_dtype
+
+DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.fc_out", "fc2", "feed_forward.out")
+THIRDS = ("first", "middle", "last", "all")
+
+
+def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
+    """Names of the matrices that end the feed-forward layers in a third of a model: `parameters` of dynamic evaluation.
+
+    They are few, and what is below them needs no gradient.
+
+    Args:
+        model: a causal language model.
+        third: "first", "middle" or "last" third of the blocks, or "all".
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> down_projections(LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes)))
+        ('model.layers.1.mlp.down_proj.weight',)
+    """
+    if third not in THIRDS:
+        raise FastWeightError(f"third is {third!r}; expected one of {', '.join(map(repr, THIRDS))}")
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and n.removesuffix(".weight").endswith(DOWN)]
+    if not names:
+        raise FastWeightError(f"no feed-forward layer of the {type(model).__name__} ends in one of {', '.join(DOWN)}; "
+                              "expected one per block: name the parameters themselves")  # fmt: skip
+    n, i = len(names), THIRDS.index(third)
+    return tuple(names) if third == "all" else tuple(names[-(-i * n // 3) : -(-(i + 1) * n // 3)])
+
+
+class FastBody:
+    """The chosen matrices of a model.  names: of their weights;  step, clip: e and the largest length of a gradient."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, clip: float):
+        if not names:
+            raise FastWeightError("where names nothing; expected at least one matrix: a model of few layers has none "
+                                  "in some of its thirds")  # fmt: skip
+        self.names, self.step, self.clip = names, step, clip
+        self.modules = [self._module(model, name) for name in names]
+        self.now: ContextVar[tuple[Tensor, ...] | None] = ContextVar("now", default=None)
+        self.handles = [m.register_forward_hook(partial(self._add, i)) for i, m in enumerate(self.modules)]
+
+    @staticmethod
+    def _module(model, name):
+        known = dict(model.named_modules())
+        module = known.get(name.removesuffix(".weight"))
+        weight = getattr(module, "weight", None)
+        if module is None or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            raise FastWeightError(f"where names {name!r}, which is no layer with a matrix of real numbers; expected "
+                                  f"one of {', '.join(map(repr, THIRDS))}, or names such as those that "
+                                  "down_projections(model) returns")  # fmt: skip
+        return module
+
+    def init_state(self, batch: int) -> tuple[Tensor, ...]:
+        """What the matrices have learned before the first token: zeros (B, inputs, outputs) of each."""
+        found = []
+        for m in self.modules:
+            shape = m.weight.shape[::-1] if isinstance(m, nn.Linear) else m.weight.shape  # GPT-2's own are transposed
+            found.append(torch.zeros(batch, *shape, device=m.weight.device, dtype=accumulation_dtype(m.weight)))
+        return tuple(found)
+
+    def _add(self, i: int, module: nn.Module, given: tuple, out: Tensor) -> Tensor | None:
+        """out + x S: what the layer answers by what the text has taught it."""
+        learned = self.now.get()
+        if learned is None:
+            return None
+        x, S = given[0], learned[i]
+        if x.dim() != 3 or len(x) != len(S):
+            raise FastWeightError(f"{self.names[i]} is called with {tuple(x.shape)}; expected ({len(S)}, T, "
+                                  f"{S.shape[1]}), one row per text: leave it out of where")  # fmt: skip
+        return out + (x.to(S.dtype) @ S).to(out.dtype)
+
+    def learn(
+        self, x: Tensor, labels: Tensor, real: Tensor | None, output: Any, learned: tuple[Tensor, ...], *, keep: bool
+    ) -> tuple[Tensor, ...]:
+        """What is known after a step on features x (B, n, D), made with `learned`, that predict labels (B, n).
+
+        real (B, n): False for pairs that are padding.  output: the output embedding.  keep: the caller needs x's graph.
+        """
+        bias = getattr(output, "bias", None)
+        with torch.no_grad():
+            bias = x.new_zeros(len(output.weight)) if bias is None else bias
+            _, r = cross_entropy.head(x.detach(), output.weight.mT, bias, labels)
+            count = (torch.ones_like(labels) if real is None else real).to(r.dtype)
+            r = r * (count / count.sum(1, keepdim=True).clamp(min=1))[..., None]
+        gradients = torch.autograd.grad(x, learned, r.to(x.dtype), retain_graph=keep)
+        with torch.no_grad():
+            norm = torch.stack([g.square().sum((1, 2)) for g in gradients]).sum(0).sqrt()
+            step = (self.step * (self.clip / (norm + 1e-12)).clamp(max=1.0))[:, None, None]
+            return tuple(S.detach() - step * g for S, g in zip(learned, gradients, strict=True))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def without_graph(value: Any) -> Any:
+    """A value of a forward pass, or a model's cache, whose tensors no longer hold what they were made of."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(without_graph(x) for x in value)
+    if isinstance(value, dict) and not hasattr(value, "logits"):
+        return {name: without_graph(x) for name, x in value.items()}
+    for part in (value, *(getattr(value, "layers", None) or ())):  # a cache and its layers keep tensors as attributes
+        for name, x in list(vars(part).items()) if hasattr(part, "__dict__") else ():
+            if isinstance(x, Tensor) or (isinstance(x, (list, dict)) and name != "layers"):
+                setattr(part, name, without_graph(x))
+    return value

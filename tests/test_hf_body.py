@@ -1,0 +1,124 @@
+"""`attach(where=...)`: matrices inside a model learn from the text, as dynamic evaluation of them would."""
+
+import pytest
+import torch
+from test_hf_attach import V, attach_strong, make, random_tokens
+
+from fastweights.core import FastWeightError
+from fastweights.hf import attach, detach, down_projections, load_attached, save_attached, using
+
+STEP, CLIP = 3.0, 0.4
+
+
+def by_hand(model, names, tokens, spans):
+    """Logits of the spans (first, start, stop) of a row, a step of the named weights after each."""
+    weights, found = {n: p.detach().clone() for n, p in model.named_parameters()}, []
+    for first, start, stop in spans:
+        now = weights | {n: weights[n].clone().requires_grad_() for n in names}
+        logits = torch.func.functional_call(model, now, (tokens[:, first:stop],)).logits[0]
+        found.append(logits[start - first :].detach())
+        begin = max(start - first - 1, 0)
+        loss = torch.nn.functional.cross_entropy(logits[begin:-1], tokens[0, first + begin + 1 : stop])
+        gradients = torch.autograd.grad(loss, [now[n] for n in names])
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for n, g in zip(names, gradients, strict=True):
+            weights[n] = weights[n] - STEP * g * min(1.0, float(CLIP / norm))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name, where", [("llama", "all"), ("gpt2", "middle"), ("gpt-neox", "all")])
+@torch.no_grad()
+def test_it_is_dynamic_evaluation_of_the_chosen_matrices(name, where):
+    model, tokens = make(name), random_tokens(2, 24)
+    spans = [(max(0, a - 6), a, a + 6) for a in range(0, 24, 6)]
+    names = down_projections(model, where)
+    plain = model(tokens).logits
+    with torch.enable_grad():
+        wanted = [by_hand(model, names, tokens[row : row + 1], spans) for row in range(2)]
+    attach(model, where=where, body_step=STEP, clip=CLIP)
+    assert model.fast_head.hooks.body.names == names
+    parts, state = [], None
+    with using(model, head=False, cache=False):
+        for first, start, stop in spans:
+            out = model(tokens[:, first:stop], fast_state=state, fast_context=start - first, use_cache=False)
+            state = out.fast_state
+            parts.append(out.logits[:, start - first :])
+            assert not out.logits.requires_grad
+            assert not torch.is_grad_enabled()
+    torch.testing.assert_close(torch.cat(parts, 1), torch.stack(wanted), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(parts[0], plain[:, :6], rtol=1e-12, atol=1e-12)  # nothing is known yet
+    with using(model, head=False, cache=False, learn=False):  # answers by what it knows
+        again = model(tokens[:, 12:], fast_state=state).logits
+    with using(model, head=False, cache=False, body=False):
+        assert torch.equal(model(tokens).logits, plain)
+    assert not torch.allclose(again, model(tokens[:, 12:]).logits, atol=1e-3)
+    detach(model)
+    assert torch.equal(model(tokens).logits, plain)
+
+
+def test_padding_teaches_nothing():
+    model, tokens = make("llama"), random_tokens(2, 12)
+    attach_strong(model, where="all", body_step=STEP)
+    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    both = model(tokens, attention_mask=mask, position_ids=positions).fast_state.body
+    alone = model(tokens[1:, 5:]).fast_state.body
+    for found, wanted in zip(both, alone, strict=True):
+        torch.testing.assert_close(found[1], wanted[0], rtol=1e-7, atol=1e-9)
+
+
+def test_a_prompt_is_learned_and_generation_goes_on():
+    model, tokens = make("llama"), random_tokens(3, 9)
+    how = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    attach(model, cache=False)
+    plain = model.generate(tokens, **how)
+    detach(model)
+    attach(model, cache=False, where="all", body_step=STEP, clip=5.0)
+    found = model.generate(tokens, **how)
+    torch.testing.assert_close(found.logits[0], plain.logits[0])  # the prompt is read before it is learned
+    assert not torch.allclose(found.logits[1], plain.logits[1], atol=1e-3)
+    assert not any(layer.keys.requires_grad for layer in found.past_key_values.layers if layer.keys is not None)
+    assert model.generate(tokens, num_beams=2, max_new_tokens=4, do_sample=False).shape[1] <= 13
+
+
+def test_training_of_the_head_goes_on():
+    model, tokens = make("llama"), random_tokens(2, 11)
+    head = attach_strong(model, where="middle")
+    torch.nn.init.normal_(head.dense2, std=0.1)
+    out = model(tokens, labels=tokens)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
+    assert not out.fast_state.body[0].requires_grad
+
+
+def test_saved_and_loaded(tmp_path):
+    model, tokens = make("llama"), random_tokens(1, 30)
+    attach_strong(model, where=down_projections(model, "middle"), body_step=STEP)
+    state = model(tokens).fast_state
+    wanted = model(tokens, fast_state=state).logits
+    save_attached(model, tmp_path)
+    other = make("llama")
+    load_attached(other, tmp_path)
+    torch.testing.assert_close(other(tokens, fast_state=state).logits, wanted)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        (dict(where="lm_head.bias"), "where names 'lm_head.bias'"),
+        (dict(where="middle", body_step=0.0), "body_step is 0.0"),
+        (dict(where="last"), "where names nothing"),  # of two layers
+        (dict(where=["model.norm"]), "a matrix of real numbers"),
+    ],
+)
+def test_what_cannot_learn_is_said(how, said):
+    with pytest.raises(FastWeightError, match=said):
+        attach(make("llama"), **how)
+
+
+def test_inference_mode_is_refused():
+    model = make("llama")
+    attach(model, where="middle")
+    with torch.inference_mode(), pytest.raises(FastWeightError, match="inference_mode forbids"):
+        model(random_tokens(1, V))
+    assert model(random_tokens(1, V)).logits.shape[-1] == V
