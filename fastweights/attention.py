@@ -51,18 +51,30 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
     Returns:
         y (B, T, D) and the `AttentionState` after the last token.
     """
-    xp, nn, heads = ops.xp, ops.nn, config.heads
     check_input(config, x, state, mask)
-    memory, z, conv = (None, None, None) if state is None else state
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
-        x = xp.where(mask[..., None], x, xp.zeros_like(x))
-    # One projection makes everything that a token contributes; it is cut into parts by name.
-    cut = list(ops.split(layer.in_proj(x), config.cuts))
+        x = ops.xp.where(mask[..., None], x, ops.xp.zeros_like(x))
+    how = dict(cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
+    y, state = between_projections(config, ops, layer, layer.in_proj(x), state, **how)
+    return layer.out_proj(y), state
+
+
+def between_projections(config, ops, layer, p, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):
+    """(what all heads read, (B, T, H V);  the state after the last token) for an input projection p (B, T, columns)."""
+    own = getattr(ops.nn, "mix_heads", None)  # a framework may bring its own for calls without texts of other lengths
+    if own is not None and cu_seqlens is None and mask is None and method in ("auto", "kernel"):
+        mixed = own(config, layer, p, state)
+        if mixed is not None:
+            return mixed
+    xp, nn, heads = ops.xp, ops.nn, config.heads
+    memory, z, conv = (None, None, None) if state is None else state
+    # One projection made everything that a token contributes; it is cut into parts by name.
+    cut = list(ops.split(p, config.cuts))
     if config.conv:
         qkv, conv = convolve(ops, layer.conv, cut[0], conv, cu_seqlens, mask)
         cut[:1] = ops.split(qkv, config.qkv)
     parts = dict(zip(config.sections, cut, strict=True))
-    B, T = ops.shape(x)[:2]
+    B, T = ops.shape(p)[:2]
     W = T if config.writes == 1 else T * config.writes
     q = xp.reshape(parts["q"], (B, T, config.groups, config.key_width))
     k = xp.reshape(parts["k"], (B, W, config.groups, config.key_width))
@@ -93,8 +105,7 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
     if config.gate:
         gate = xp.reshape(parts["gate"], (B, T, heads, config.value_width))
         o = o * (nn.sigmoid(gate) if config.gate == "sigmoid" else nn.silu(gate))
-    y = layer.out_proj(xp.reshape(o, (B, T, heads * config.value_width)))
-    return y, AttentionState(memory, z, conv)
+    return xp.reshape(o, (B, T, heads * config.value_width)), AttentionState(memory, z, conv)
 
 
 def check_input(config, x, state, mask):

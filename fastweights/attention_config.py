@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -128,6 +128,14 @@ class AttentionConfig:
         for name in DERIVED:
             getattr(self, name)  # once, with its checks
         self._warn()
+
+    def __hash__(self):
+        return self.hashed
+
+    @cached_property
+    def hashed(self):
+        """The hash of all fields, worked out once: a call looks up its plan by the config."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def _check_general(self):
         """Raise where several writes, an erase key or a decay per channel meet what they cannot."""

@@ -4,14 +4,17 @@ The gradients are made of differentiable operations of saved tensors, so second 
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
-from fastweights.torch.tracing import is_watched
+from fastweights.checks import debugging
+from fastweights.torch.tracing import has_modes, is_watched
+from fastweights.torch.watching import watchers
 
-__all__ = ["convolve", "depthwise", "relu", "rms_norm", "sigmoid", "silu", "softplus", "unit"]
+__all__ = ["convolve", "depthwise", "mix_heads", "relu", "rms_norm", "sigmoid", "silu", "softplus", "unit"]
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -127,3 +130,20 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None)
     x = functional.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat([before, x], 1)
     last = x[:, T:]
     return depthwise(x, weight), last.clone() if T >= W else last
+
+
+def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
+    """A layer between its projections as one plan of kernels (kernels/mixer.py), or None where that cannot be.
+
+    One token without gradients is None: its memory has a launch of its own. So is a call that a probe looks at.
+    """
+    if not p.is_cuda or not HAS_TRITON or is_watched() or has_modes() or debugging() or watchers:
+        return None
+    if p.shape[1] == 1 and not torch.is_grad_enabled():
+        return None
+    from fastweights.torch.kernels import mixer
+
+    memory, _, before = (None, None, None) if state is None else state
+    names = ("conv", "decay_log", "decay_bias", "out_norm")
+    given = mixer.Given(p, *(getattr(layer, name, None) for name in names), memory, before)
+    return mixer.mix(config, given) if mixer.takes(config, given) else None
