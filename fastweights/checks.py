@@ -1,8 +1,9 @@
 """What every framework checks before it computes: shapes, dtypes, offsets and, inside `debug`, values."""
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 
 from fastweights.core import RULES, FastWeightError, dtype_name
@@ -145,7 +146,7 @@ _debugging = ContextVar("fastweights_debug", default=False)
 
 
 @contextmanager
-def debug():
+def debug(model=None):
     """Inside this block every `fast_weight` call scans its inputs and raises on values that cannot be right.
 
     NaN or infinity anywhere, a write rate outside [0, 2] and a log decay above 0 are such values; the message says
@@ -160,12 +161,116 @@ def debug():
         Traceback (most recent call last):
           ...
         fastweights.core.FastWeightError: q has nan at (0, 0, 0, 0); expected finite numbers (6 such values)
+
+    Args:
+        model: a torch.nn.Module, flax.linen.Module or keras.Layer. What its layers are given and return is scanned too,
+            and the error names the first layer that met NaN or infinity. Outside the block nothing of it is left.
     """
     token = _debugging.set(True)
     try:
-        yield
+        with nullcontext() if model is None else _watching(model):
+            yield
     finally:
         _debugging.reset(token)
+
+
+def _watching(model):
+    """The context in which layers of a model are scanned, by the framework's own means."""
+    if hasattr(model, "register_forward_pre_hook"):
+        return _watch_torch(model)
+    if hasattr(model, "_flatten_layers"):
+        return _watch_keras(model)
+    if hasattr(model, "apply") and hasattr(model, "scope"):
+        return _watch_flax(model)
+    raise FastWeightError(
+        f"model is a {type(model).__name__}; expected a torch.nn.Module, a flax.linen.Module or a keras.Layer"
+    )
+
+
+@contextmanager
+def _watch_torch(model):
+    handles = []
+    for name, module in model.named_modules():
+        given = lambda m, args, kwargs, n=name: scan_layer(n, m, (args, kwargs), "was given")  # noqa: E731
+        made = lambda m, args, out, n=name: scan_layer(n, m, out, "returned")  # noqa: E731
+        handles += [module.register_forward_pre_hook(given, with_kwargs=True), module.register_forward_hook(made)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _watch_keras(model):
+    layers = list(model._flatten_layers())
+    for layer in layers:
+
+        def call(*args, _layer=layer, _call=layer.call, **kwargs):
+            scan_layer(_layer.path, _layer, (args, kwargs), "was given")
+            out = _call(*args, **kwargs)
+            scan_layer(_layer.path, _layer, out, "returned")
+            return out
+
+        object.__setattr__(layer, "call", call)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            object.__delattr__(layer, "call")
+
+
+@contextmanager
+def _watch_flax(model):
+    from flax import linen
+
+    def scan(call, args, kwargs, context):
+        module, name = context.module, "/".join(context.module.path)
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        scan_layer(name, module, (args, kwargs), "was given")
+        out = call(*args, **kwargs)
+        scan_layer(name, module, out, "returned")
+        return out
+
+    with linen.intercept_methods(scan):
+        yield
+
+
+def scan_layer(name, layer, tree, did):
+    """Raise where an array in what a layer was given, or returned, holds NaN or infinity."""
+    import numpy as np
+
+    for x in _arrays(tree):
+        if hasattr(x, "is_floating_point"):  # torch: without copying it
+            if not x.is_floating_point() or bool(x.isfinite().all()):
+                continue
+            x = x.detach().double().cpu()
+        try:
+            x = np.asarray(x)
+        except Exception:  # no value yet: it is being compiled
+            continue
+        bad = ~np.isfinite(x) if x.dtype.kind == "f" else np.zeros(0, bool)
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            called = f"layer {name}" if name else "the model"
+            raise FastWeightError(
+                f"{called} ({type(layer).__name__}) {did} {x[at]} at {at} of {x.shape}; expected finite numbers: no "
+                f"layer before it met any other ({int(bad.sum())} such values)"
+            )
+
+
+def _arrays(tree):
+    """The arrays in tuples, lists, dicts and dataclasses."""
+    if isinstance(tree, (tuple, list)):
+        for x in tree:
+            yield from _arrays(x)
+    elif isinstance(tree, dict):
+        yield from _arrays(list(tree.values()))
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from _arrays([getattr(tree, f.name) for f in fields(tree)])
+    elif hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        yield tree
 
 
 def debugging():

@@ -90,7 +90,7 @@ class Spec(NamedTuple):
     def make(cls, rule="delta", read="after", features="identity", norm="none", writes=1, chunk_size=None) -> "Spec":
         """A Spec whose rule, read, writes and chunk_size were checked; `features.parse` checks the map."""
         for name, got, allowed in (("rule", rule, RULES), ("read", read, READS)):
-            if got not in allowed:
+            if not isinstance(got, str) or got not in allowed:
                 raise FastWeightError(f"{name} is {got!r}; expected one of {', '.join(map(repr, allowed))}")
         if not isinstance(writes, int) or writes < 1:
             raise FastWeightError(f"writes is {writes!r}; expected a positive whole number: how many for each token")

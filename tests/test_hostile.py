@@ -1,0 +1,157 @@
+"""Hostile numbers: NaN is named with the layer that met it first; extremes of keys, rates, decays and dtypes."""
+
+import numpy as np
+import pytest
+import torch
+from oracle import oracle, problem
+from reliability import steps
+
+import fastweights
+import fastweights.torch as fw
+from fastweights import FastWeightError
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+
+
+def test_the_first_layer_that_met_nan_is_named():
+    torch.manual_seed(0)
+    model = LanguageModel(Config(dim=16, heads=2, layers="delta,softmax,delta", head="linear"), 257)
+    tokens = torch.arange(12)[None]
+    hooks = lambda: sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())  # noqa: E731
+    before = hooks()
+    with fastweights.debug(model):
+        model(tokens)
+    with torch.no_grad():
+        model.blocks[1].feed_forward.out.weight[3, 2] = float("inf")
+    with (
+        fastweights.debug(model),
+        pytest.raises(
+            FastWeightError,
+            match=r"layer blocks\.1\.feed_forward\.out \(Linear\) returned -?inf at .*no layer before it",
+        ),
+    ):
+        model(tokens)
+    assert hooks() == before  # free when off
+    model(tokens)
+    layer = fw.FastWeightAttention(8, heads=2)
+    x = torch.randn(1, 5, 8)
+    x[0, 3, 1] = float("nan")
+    with fastweights.debug(layer), pytest.raises(FastWeightError, match=r"the model .* was given nan at \(0, 3, 1\)"):
+        layer(x)
+    with pytest.raises(FastWeightError, match="model is a str; expected a torch"), fastweights.debug("model"):
+        pass
+
+
+def test_flax_names_it_too():
+    jax, linen = pytest.importorskip("jax"), pytest.importorskip("flax.linen")
+
+    class Two(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(3, name="second")(jax.numpy.log(linen.Dense(3, name="first")(x) * 0 - 1))
+
+    model, x = Two(), jax.numpy.ones((1, 2))
+    weights = model.init(jax.random.PRNGKey(0), x)
+    with (
+        fastweights.debug(model),
+        pytest.raises(FastWeightError, match=r"layer second \(Dense\) was given nan at \(0, 0\)"),
+    ):
+        model.apply(weights, x)
+    assert not np.isfinite(model.apply(weights, x)).any()
+
+
+def test_keras_names_it_too():
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(3, name="second")]
+    )
+    model.layers[0].kernel.assign(np.full((2, 3), np.inf))
+    x = keras.ops.ones((1, 2))
+    with fastweights.debug(model), pytest.raises(FastWeightError, match=r"first \(Dense\) returned inf at \(0, 0\)"):
+        model(x)
+    model(x)
+
+
+def call(args, dtype, method, **how):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = {n: torch.tensor(x).to(wide if n == "state" else dtype) for n, x in args.items()}
+    o, S = fw.fast_weight(**tensors, method=method, **how)
+    return o.double().numpy(), S.double().numpy(), {n: x.double().numpy() for n, x in tensors.items()}
+
+
+EXTREMES = {
+    "huge values": lambda a: a | dict(v=a["v"] * 1e30),
+    "zero keys": lambda a: a | dict(k=a["k"] * 0),
+    "denormal keys": lambda a: a | dict(k=a["k"] * 1e-40),
+    "beta 0": lambda a: a | dict(beta=a["beta"] * 0),
+    "beta 1": lambda a: a | dict(beta=a["beta"] * 0 + 1),
+    "beta 2": lambda a: a | dict(beta=a["beta"] * 0 + 2),
+    "no decay": lambda a: a | dict(log_decay=a["log_decay"] * 0),
+    "decay to 0": lambda a: a | dict(log_decay=a["log_decay"] * 0 - 1e4),
+    "denormal state": lambda a: a | dict(state=a["state"] * 1e-42),
+}
+
+
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+@pytest.mark.parametrize("case", EXTREMES)
+def test_extremes_equal_the_oracle(rng, case, rule):
+    """In float32, as far as one rounding of the inputs moves the oracle; all finite."""
+    args = EXTREMES[case](problem(rng, T=70))
+    for method in ("recurrent", "chunked"):
+        o, S, rounded = call(args, torch.float32, method, rule=rule)
+        moved = {n: x * (1 + 2**-23 * rng.uniform(-1, 1, x.shape)) for n, x in rounded.items()}
+        for got, want, near in zip((o, S), oracle(**rounded, rule=rule), oracle(**moved, rule=rule), strict=True):
+            assert np.isfinite(got).all()
+            assert np.abs(got - want).max() <= 16 * np.abs(near - want).max() + 2**-18 * np.abs(want).max() + 1e-44
+
+
+@pytest.mark.parametrize("method", ["recurrent", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_largest_numbers_of_a_dtype(rng, dtype, method):
+    """The memory is wider than its inputs: values at the end of float16 and bfloat16 are kept and read back."""
+    largest = float(torch.finfo(dtype).max)
+    k = torch.eye(4, dtype=dtype)[None, :, None]
+    v = torch.full((1, 4, 1, 3), largest, dtype=dtype)
+    v[0, 1] = float(torch.finfo(dtype).smallest_normal)
+    o, S = fw.fast_weight(k, k, v, method=method)
+    assert torch.equal(o, v)
+    assert torch.equal(S[0, 0].to(dtype), v[0, :, 0])
+    total, S = fw.fast_weight(k[:, :1].expand(1, 2, 1, 4), k[:, :1].expand(1, 2, 1, 4), v[:, :1].expand(1, 2, 1, 3),
+                              rule="sum", method=method)  # fmt: skip
+    if dtype == torch.float16:
+        assert S.max() == 2 * largest  # beyond what float16 can say; the memory can
+    assert total[0, 0].eq(largest).all()
+
+
+def test_rates_beyond_two_grow_as_the_equation_says_and_are_named_on_request(rng):
+    args = problem(rng, T=20)
+    args["beta"] = args["beta"] * 0 + 2.5
+    o, _, rounded = call(args, torch.float64, "chunked")
+    want = oracle(**rounded)
+    np.testing.assert_allclose(o, want[0], rtol=1e-7, atol=1e-9 * np.abs(want[0]).max())
+    with fastweights.debug(), pytest.raises(FastWeightError, match=r"beta has 2\.5 at .*; expected rates in \[0, 2\]"):
+        call(args, torch.float64, "chunked")
+
+
+def test_a_decay_of_exactly_zero_is_refused_by_name_and_a_large_negative_one_forgets_all(rng):
+    args = problem(rng, T=9)
+    args["log_decay"] = np.full_like(args["log_decay"], -np.inf)
+    with (
+        fastweights.debug(),
+        pytest.raises(FastWeightError, match=r"log_decay has -inf .*; expected finite logarithms"),
+    ):
+        call(args, torch.float64, "chunked")
+    o, _, _ = call(args, torch.float64, "recurrent", rule="sum")
+    assert np.isfinite(o).all()  # exp(-inf) is 0, token by token
+    args["log_decay"] = np.full_like(args["log_decay"], -1e4)
+    again, _, _ = call(args, torch.float64, "chunked", rule="sum")
+    np.testing.assert_allclose(again, o, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["delta", "sum, decay"])
+def test_the_error_of_the_recurrence_does_not_grow(name):
+    """20,000 steps; ten million are `make steps`, and in docs/reliability.md."""
+    found = steps.growth(20_000, **steps.CASES[name], segment=1000)
+    assert found[-1][0] == 20_000
+    assert max(error for _, error, _ in found) < 2e-6
+    assert steps.slope(found) < 0.35
