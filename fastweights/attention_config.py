@@ -350,8 +350,9 @@ DERIVED = [name for name, x in vars(AttentionConfig).items() if isinstance(x, ca
 def preset_arguments(name, changes=None):
     """The arguments of a published model's layer, some of them changed.
 
-    >>> preset_arguments("linear", {"features": "dpfp-2"})
-    {'rule': 'sum', 'features': 'dpfp-2', 'norm': 'attention', 'out_norm': False}
+    Examples:
+        >>> preset_arguments("linear", {"features": "dpfp-2"})
+        {'rule': 'sum', 'features': 'dpfp-2', 'norm': 'attention', 'out_norm': False}
     """
     full = ALIASES.get(name, name)
     if full not in PRESETS:

@@ -121,7 +121,8 @@ def _check_packed(shapes, dtypes, B):
 def check_offsets(offsets, T):
     """Raise unless cu_seqlens, as a list of ints, starts at 0, never falls and ends at T.
 
-    >>> check_offsets([0, 3, 3, 5], T=5)  # the second of the three sequences is empty
+    Examples:
+        >>> check_offsets([0, 3, 3, 5], T=5)  # the second of the three sequences is empty
     """
     if offsets[0] != 0:
         raise FastWeightError(f"cu_seqlens starts at {offsets[0]}; expected 0: the first sequence starts the row")

@@ -105,12 +105,13 @@ class FeatureMap(NamedTuple):
 def parse(name):
     """The FeatureMap that `name` stands for; a FeatureMap is returned as it is, a function becomes one.
 
-    >>> parse("elu+1").kind
-    'elu+1'
-    >>> parse("dpfp")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-      ...
-    fastweights.core.FastWeightError: features is 'dpfp'; expected 'identity', ..., 'dpfp-NU' ...
+    Examples:
+        >>> parse("elu+1").kind
+        'elu+1'
+        >>> parse("dpfp")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: features is 'dpfp'; expected 'identity', ..., 'dpfp-NU' ...
     """
     if isinstance(name, FeatureMap):
         return name

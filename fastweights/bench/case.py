@@ -72,8 +72,9 @@ class Case:
 def parse_shape(text: str) -> Shape:
     """A shape as the command line writes it; V is K where it is left out.
 
-    >>> parse_shape("1,2048,4,64")
-    (1, 2048, 4, 64, 64)
+    Examples:
+        >>> parse_shape("1,2048,4,64")
+        (1, 2048, 4, 64, 64)
     """
     try:
         sizes = [int(size) for size in text.split(",")]

@@ -65,8 +65,9 @@ def name(device: str) -> str:
 def slug(text: str) -> str:
     """Lower-case letters and digits, all else a hyphen: for a file name.
 
-    >>> slug("NVIDIA H100 80GB HBM3")
-    'nvidia-h100-80gb-hbm3'
+    Examples:
+        >>> slug("NVIDIA H100 80GB HBM3")
+        'nvidia-h100-80gb-hbm3'
     """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 

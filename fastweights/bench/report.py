@@ -100,8 +100,9 @@ def _rows(table: Table, result: Result, extra: bool) -> None:
 def milliseconds(timing: Timing) -> str:
     """Three figures, with a mark when they are not to be trusted.
 
-    >>> milliseconds(Timing(12.34, 12.0, 13.0, 20)), milliseconds(Timing(0.1234, 0.12, 0.2, 20))
-    ('12.3', '~0.123')
+    Examples:
+        >>> milliseconds(Timing(12.34, 12.0, 13.0, 20)), milliseconds(Timing(0.1234, 0.12, 0.2, 20))
+        ('12.3', '~0.123')
     """
     value = timing.median
     return f"{'~' if timing.noisy else ''}{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"

@@ -32,8 +32,9 @@ class Timing(NamedTuple):
     def of(cls, samples: Sequence[float]) -> "Timing":
         """From samples in milliseconds.
 
-        >>> Timing.of([3.0, 1.0, 2.0, 5.0, 4.0])
-        Timing(median=3.0, low=2.0, high=4.0, repeats=5)
+        Examples:
+            >>> Timing.of([3.0, 1.0, 2.0, 5.0, 4.0])
+            Timing(median=3.0, low=2.0, high=4.0, repeats=5)
         """
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], 1)

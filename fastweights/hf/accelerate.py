@@ -60,7 +60,7 @@ def accelerate(model: nn.Module) -> Accelerated:
         model: any model with layers of Qwen3-Next, Qwen3.5, OLMo-hybrid or Kimi Linear.
 
     Returns:
-        An `Accelerated` with the layers that were changed: none of them in a second call for the same model.
+        An `Accelerated` with the layers that were changed; a second call for the same model changes none.
     """
     found, changed = False, []
     for layer in model.modules():

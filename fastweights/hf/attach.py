@@ -99,12 +99,13 @@ def attach(
 def detach(model: nn.Module) -> ResidualHead:
     """Take the head off again; the model is as it was. Returns the head.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
-    >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
-    >>> head = attach(model)
-    >>> detach(model) is head, hasattr(model, "fast_head")
-    (True, False)
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+        >>> head = attach(model)
+        >>> detach(model) is head, hasattr(model, "fast_head")
+        (True, False)
     """
     head = attached(model)
     hooks: Hooks = head.hooks  # type: ignore[assignment]

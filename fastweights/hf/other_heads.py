@@ -12,12 +12,13 @@ from fastweights.hf.model import FastWeightPreTrainedModel
 class FastWeightForSequenceClassification(GenericForSequenceClassification, FastWeightPreTrainedModel):
     """A label for a text, from its last token: tokens (B, T) -> logits (B, num_labels).
 
-    >>> import torch
-    >>> from fastweights.hf import FastWeightConfig
-    >>> sizes = dict(hidden_size=16, num_attention_heads=2, mixers="delta", pad_token_id=256)
-    >>> model = FastWeightForSequenceClassification(FastWeightConfig(num_labels=3, **sizes))
-    >>> model(torch.zeros(2, 8, dtype=torch.long)).logits.shape
-    torch.Size([2, 3])
+    Examples:
+        >>> import torch
+        >>> from fastweights.hf import FastWeightConfig
+        >>> sizes = dict(hidden_size=16, num_attention_heads=2, mixers="delta", pad_token_id=256)
+        >>> model = FastWeightForSequenceClassification(FastWeightConfig(num_labels=3, **sizes))
+        >>> model(torch.zeros(2, 8, dtype=torch.long)).logits.shape
+        torch.Size([2, 3])
     """
 
 
@@ -37,11 +38,12 @@ class FastWeightForTokenClassification(GenericForTokenClassification, FastWeight
 class FastWeightForQuestionAnswering(GenericForQuestionAnswering, FastWeightPreTrainedModel):
     """Where in a text the answer starts and ends: tokens (B, T) -> start_logits and end_logits (B, T).
 
-    >>> import torch
-    >>> from fastweights.hf import FastWeightConfig
-    >>> config = FastWeightConfig(hidden_size=16, num_attention_heads=2, mixers="delta")
-    >>> FastWeightForQuestionAnswering(config)(torch.zeros(1, 8, dtype=torch.long)).start_logits.shape
-    torch.Size([1, 8])
+    Examples:
+        >>> import torch
+        >>> from fastweights.hf import FastWeightConfig
+        >>> config = FastWeightConfig(hidden_size=16, num_attention_heads=2, mixers="delta")
+        >>> FastWeightForQuestionAnswering(config)(torch.zeros(1, 8, dtype=torch.long)).start_logits.shape
+        torch.Size([1, 8])
     """
 
     base_model_prefix = "model"

@@ -9,8 +9,9 @@ import numpy as np
 def accumulation_dtype(like: Any) -> Any:
     """float64 for float64, else float32; `like` is an array or its dtype.
 
-    >>> accumulation_dtype(jnp.bfloat16).__name__
-    'float32'
+    Examples:
+        >>> accumulation_dtype(jnp.bfloat16).__name__
+        'float32'
     """
     dtype = like if isinstance(like, type | str | np.dtype) else like.dtype
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32

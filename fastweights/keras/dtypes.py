@@ -8,7 +8,8 @@ from fastweights.core import dtype_name
 def accumulation_dtype(like: Any) -> str:
     """float64 for float64, else float32; `like` is a tensor or the name of its dtype.
 
-    >>> accumulation_dtype("bfloat16")
-    'float32'
+    Examples:
+        >>> accumulation_dtype("bfloat16")
+        'float32'
     """
     return "float64" if (like if isinstance(like, str) else dtype_name(like)) == "float64" else "float32"

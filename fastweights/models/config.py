@@ -164,8 +164,9 @@ class Config:
     def mixers(self) -> tuple[str, ...]:
         """The mixer of each block.
 
-        >>> Config(layers="delta*3,softmax").mixers
-        ('delta', 'delta', 'delta', 'softmax')
+        Examples:
+            >>> Config(layers="delta*3,softmax").mixers
+            ('delta', 'delta', 'delta', 'softmax')
         """
         names: list[str] = []
         for part in (self.layers or f"{self.model}*{self.depth}").split(","):

@@ -16,9 +16,10 @@ FILE = "tokenizer.json"
 class Bytes:
     """Every byte is a token; the start of a document is number 256.
 
-    >>> tokens = Bytes().encode("hé".encode())
-    >>> tokens.tolist(), Bytes().decode(tokens).decode()
-    ([104, 195, 169], 'hé')
+    Examples:
+        >>> tokens = Bytes().encode("hé".encode())
+        >>> tokens.tolist(), Bytes().decode(tokens).decode()
+        ([104, 195, 169], 'hé')
     """
 
     size = 257

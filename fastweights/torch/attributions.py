@@ -61,10 +61,11 @@ class Sources(NamedTuple):
 class Attribution:
     """What `attribution` returns: rows are computed when they are asked for, so that any length fits.
 
-    >>> k = torch.eye(3).reshape(1, 3, 1, 3)
-    >>> found = attribution(k, k, torch.ones(1, 3, 1, 2))
-    >>> found.top(2, n=1).write.item()  # the third token reads what it wrote itself
-    2
+    Examples:
+        >>> k = torch.eye(3).reshape(1, 3, 1, 3)
+        >>> found = attribution(k, k, torch.ones(1, 3, 1, 2))
+        >>> found.top(2, n=1).write.item()  # the third token reads what it wrote itself
+        2
     """
 
     def __init__(self, inputs: Inputs, spec: Spec):

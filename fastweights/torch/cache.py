@@ -48,11 +48,12 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 def recorded(module: nn.Module, *, inputs: bool = False) -> Iterator[list[Tensor]]:
     """A list to which every call of the module adds its output, or its first input: the features of a model.
 
-    >>> norm = nn.LayerNorm(4)
-    >>> with recorded(norm) as seen:
-    ...     _ = nn.Sequential(norm, nn.Linear(4, 9))(torch.zeros(1, 2, 4))
-    >>> seen[0].shape
-    torch.Size([1, 2, 4])
+    Examples:
+        >>> norm = nn.LayerNorm(4)
+        >>> with recorded(norm) as seen:
+        ...     _ = nn.Sequential(norm, nn.Linear(4, 9))(torch.zeros(1, 2, 4))
+        >>> seen[0].shape
+        torch.Size([1, 2, 4])
     """
     seen: list[Tensor] = []
     if inputs:
@@ -122,8 +123,9 @@ class NeuralCache:
     def init_state(self, batch: int, width: int, *, device: Any = None, dtype: Any = None) -> CacheState:
         """The empty cache of `batch` sequences with features of this width.
 
-        >>> NeuralCache().init_state(2, 8).keys.shape  # no keys yet, each as wide as the features
-        torch.Size([2, 0, 8])
+        Examples:
+            >>> NeuralCache().init_state(2, 8).keys.shape  # no keys yet, each as wide as the features
+            torch.Size([2, 0, 8])
         """
         new = dict(device=device, dtype=dtype or torch.get_default_dtype())
         whole = dict(device=device, dtype=torch.long)

@@ -9,8 +9,9 @@ from torch import Tensor
 def accumulation_dtype(like: Tensor | torch.dtype) -> torch.dtype:
     """float64 for float64, else float32; `like` is a tensor or its dtype.
 
-    >>> accumulation_dtype(torch.bfloat16)
-    torch.float32
+    Examples:
+        >>> accumulation_dtype(torch.bfloat16)
+        torch.float32
     """
     dtype = like.dtype if isinstance(like, Tensor) else like
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -316,8 +316,9 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def step_sizes(self) -> dict[str, float]:
         """The steps by name, as they are now.
 
-        >>> FWLBlock(8, vocab_size=20, step_size=0.5).step_sizes()["dense1"]
-        0.5
+        Examples:
+            >>> FWLBlock(8, vocab_size=20, step_size=0.5).step_sizes()["dense1"]
+            0.5
         """
         steps = self.steps.detach().exp() if self.config.log_steps else self.steps.detach()
         return dict(zip(fwl.STEPS, steps.tolist(), strict=True))

@@ -30,7 +30,7 @@ class FastWeightAttention(nn.Module):
         >>> layer = FastWeightAttention(64, heads=4)
         >>> y, state = layer(torch.randn(2, 10, 64))         # (B, T, dim) -> (B, T, dim)
         >>> y, state = layer(torch.randn(2, 1, 64), state)   # go on where it stopped
-        >>> y.shape, state.memory.shape                      # the memory is (B, heads, key width, value width)
+        >>> y.shape, state.memory.shape                      # (B, heads, key width, value width)
         (torch.Size([2, 1, 64]), torch.Size([2, 4, 16, 16]))
 
     Args:

@@ -12,8 +12,9 @@ from fastweights.core import FastWeightError
 def map_tensors(f: Callable[[torch.Tensor], Any], state: Any) -> Any:
     """The state with f applied to each of its tensors; what is no tensor stays as it is.
 
-    >>> map_tensors(lambda x: x + 1, (torch.zeros(2), None))
-    (tensor([1., 1.]), None)
+    Examples:
+        >>> map_tensors(lambda x: x + 1, (torch.zeros(2), None))
+        (tensor([1., 1.]), None)
     """
     if isinstance(state, torch.Tensor):
         return f(state)
@@ -30,8 +31,9 @@ def map_tensors(f: Callable[[torch.Tensor], Any], state: Any) -> Any:
 def flatten(state: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
     """A state's tensors by name: "blocks.0.memory".
 
-    >>> [name for name, _ in flatten((torch.zeros(1), None, [torch.zeros(2)]))]
-    ['0', '2.0']
+    Examples:
+        >>> [name for name, _ in flatten((torch.zeros(1), None, [torch.zeros(2)]))]
+        ['0', '2.0']
     """
     if state is None:
         return []

@@ -17,8 +17,9 @@ recording = True  # False: all steps are run as they are
 def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
     """Share of the peak learning rate: linear warm-up, then a cosine down to `final`.
 
-    >>> [rate(step, 100, warmup=10) for step in (0, 9, 100)]
-    [0.1, 1.0, 0.05]
+    Examples:
+        >>> [rate(step, 100, warmup=10) for step in (0, 9, 100)]
+        [0.1, 1.0, 0.05]
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -101,8 +101,9 @@ def seeds(rows: list[Row]) -> int:
 def held(conditions: Iterable[bool]) -> Verdict:
     """reproduced when all hold, not when none does, else partly.
 
-    >>> held([True, False]), held([False, False])
-    ('partly', 'not')
+    Examples:
+        >>> held([True, False]), held([False, False])
+        ('partly', 'not')
     """
     found = list(conditions)
     return "reproduced" if all(found) else "partly" if any(found) else "not"
@@ -124,8 +125,9 @@ def less(pairs: Iterable[tuple[float, float]]) -> Verdict:
 def spread(mean_low_high: tuple[float, float, float], form: str = ".3g", unit: float = 1.0) -> str:
     """A mean with the lowest and highest seed, or the mean alone where they are the same.
 
-    >>> spread((22.93, 5.49, 40.4)), spread((0.5, 0.5, 0.5))
-    ('22.9 (5.49 to 40.4)', '0.5')
+    Examples:
+        >>> spread((22.93, 5.49, 40.4)), spread((0.5, 0.5, 0.5))
+        ('22.9 (5.49 to 40.4)', '0.5')
     """
     mean, low, high = (format(unit * x, form) for x in mean_low_high)
     return mean if low == high else f"{mean} ({low} to {high})"
