@@ -2,13 +2,13 @@
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import browser
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -122,12 +122,20 @@ def test_every_page_is_in_the_navigation(site):
 @pytest.mark.parametrize("size", ["1400,1000", "400,800"], ids=["desktop", "phone"])
 def test_a_browser_shows_it_from_disk_without_an_error(site, tmp_path, size):
     """The search runs in a script of ours, which only a browser can try."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no Chromium is installed")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += [f"--user-data-dir={tmp_path}", f"--window-size={size}", "--enable-logging=stderr"]
-    command = [browser, *flags, "--virtual-time-budget=5000", "--dump-dom", f"file://{site}/index.html?q=overwrite"]
+    flags = [
+        "--headless",
+        *browser.FLAGS,
+        f"--user-data-dir={tmp_path}",
+        f"--window-size={size}",
+        "--enable-logging=stderr",
+    ]
+    command = [
+        browser.executable(),
+        *flags,
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        f"file://{site}/index.html?q=overwrite",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert "matching documents" in done.stdout

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.cli import bench, demo, huggingface, info, language_model, reproduce
+from fastweights.cli import bench, demo, huggingface, info, language_model, microscope, reproduce
 from fastweights.core import FastWeightError, FastWeightWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -24,6 +24,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": language_model.evaluate,
     "generate": language_model.generate,
     "read": language_model.read,
+    "inspect": microscope.inspect,
     "hf eval": huggingface.evaluate,
     "hf adapt": huggingface.adapt,
     "hf export": huggingface.export,
@@ -52,6 +53,7 @@ What to do next:
   fastweights train runs/first             train a language model here, in minutes, without any download
   fastweights eval runs/first              score text it has not seen, with and without memory
   fastweights generate runs/first          write text with it
+  fastweights inspect runs/first FILE      show what its memory did with a text, as a page
   fastweights hf eval MODEL FILE           score a text with a Hugging Face model, and let it learn as it reads
   fastweights reproduce                    list the papers' figures and tables that can be run again
   fastweights bench memory --smoke         time this library on this machine

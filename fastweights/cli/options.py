@@ -27,7 +27,7 @@ FromMemory = Annotated[
     Path | None, typer.Option(help="Memory file of `fastweights read` to start from.", show_default=False)
 ]
 
-PACKAGES = {"torch": "PyTorch", "transformers": "transformers", "matplotlib": "matplotlib"}
+PACKAGES = {"torch": "PyTorch", "transformers": "transformers", "matplotlib": "matplotlib", "plotly": "Plotly"}
 
 
 def need(command: str, extra: str, *packages: str) -> None:

@@ -24,7 +24,7 @@ from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.features import parse_fixed
 from fastweights.literals import Norm, Read, Rule
 from fastweights.torch.dtypes import outside_autocast
-from fastweights.torch.measures import heads_first, prepared
+from fastweights.torch.measures import heads_first, prepared, unit_inverse
 
 CHUNK = 64  # tokens
 GROUP = 32  # chunks that are prepared at once
@@ -96,10 +96,11 @@ class Attribution:
         """
         x, chosen = self.inputs, self._chosen(tokens)
         chosen = (chosen[:, None] * self.writes + torch.arange(self.writes)).flatten()
+        if not core.RULES[self.spec.rule].d:
+            B, S, H, V = x.v.shape
+            return Rows(x.v.new_zeros(B, len(chosen), H, S), x.v.new_zeros(B, len(chosen), H, V))
         a = x.log_decay.exp()
         reader = (a if x.by_channel else a[..., None]) * x.eraser * x.beta[..., None]
-        if not core.RULES[self.spec.rule].d:
-            reader = torch.zeros_like(reader)
         return self._rows(chosen, x._replace(q=reader), self.spec._replace(read="before"))
 
     def top(self, tokens: int | Iterable[int] | None = None, n: int = 5) -> Sources:
@@ -156,7 +157,7 @@ class Attribution:
             begin = max(0, stop - GROUP)
             part = heads_first(x.map_tokens(lambda y: y[:, begin * C : stop * C]), C)  # noqa: B023
             identity = torch.eye(C, dtype=x.k.dtype, device=x.k.device).expand(*part.k.shape[:3], C, C)
-            chunks = core.prepare(part._replace(v=identity), spec, torch)
+            chunks = core.prepare(part._replace(v=identity), spec, torch, unit_inverse)
             for c in reversed(range(stop - begin)):
                 q, A, U, kT, g = (y[:, :, c] for y in (chunks.q, chunks.A, chunks.U, chunks.kT, chunks.g))
                 W = None if chunks.W is None else chunks.W[:, :, c]

@@ -177,7 +177,7 @@ def _measure(x, spec, span, every, keys):
     group = max(1, GROUP // per_mark) * per_mark
     for first in range(0, n, group):
         part = y.map_tokens(lambda z: z[:, :, first : first + group])  # noqa: B023
-        chunk = core.prepare(part, spec._replace(read="before"), torch, _inverse)
+        chunk = core.prepare(part, spec._replace(read="before"), torch, unit_inverse)
         S, read, some = _walk(S, chunk)
         reads.append(read)
         at = list(range(per_mark - 1, some.shape[2], per_mark))
@@ -201,7 +201,7 @@ def _measure(x, spec, span, every, keys):
     return Measured(writes, Marks(norm, rank, share, by_mark(ends), _half_life(x, span, every)), marks, S, keys)
 
 
-def _inverse(L, xp):
+def unit_inverse(L, xp):
     """`core.inverse` by the routine for many small matrices."""
     X = inverse(L.flatten(0, -3)).view(L.shape)
     return X - torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)

@@ -1,5 +1,6 @@
 """Pictures of what a probe recorded, with Matplotlib or Plotly, from the same numbers."""
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,36 +56,49 @@ class Map(NamedTuple):
     values: np.ndarray
 
 
-def curves(probe: Any, kind: str) -> list[Curve]:
+def curves(probe: Any, kind: str, points: int = 100_000) -> list[Curve]:
     """The lines of a picture, one per memory and head, or two per Fast Weight Layer; means over the batch.
 
     kind: a key of CURVES, "losses" or "steps".
+    points: the most of a line; longer ones are means over equal parts.
     """
     if kind in CURVES:
-        name = CURVES[kind][0]
-        found = [(r, np.nanmean(getattr(r, name), 0) if len(r.calls) and getattr(r, name).shape[0] > 1
-                  else getattr(r, name)[0]) for r in probe.memories]  # fmt: skip
-        return [Curve(f"{r.name} head {h}", r.at, y[:, h]) for r, y in found for h in range(y.shape[1])]
+        names = short_names(probe.memories)
+        found = [(r, getattr(r, CURVES[kind][0]).mean(0)) for r in probe.memories]
+        return [_thin(f"{names[r.name]} head {h}", r.at, y[:, h], points) for r, y in found for h in range(y.shape[1])]
     lines = []
     for r in probe.layers:
         if kind == "steps":
-            lines.append(Curve(r.name, r.at, r.step.mean(0)))
+            lines.append(_thin(r.name, r.at, r.step.mean(0), points))
             continue
         for label, loss in (("trained weights", r.slow_loss), ("as it learns", r.loss)):
-            x, y = _means(loss.mean(0), max(1, loss.shape[1] // SMOOTH))
+            x, y = _means(loss.mean(0), max(1, min(points, loss.shape[1] // SMOOTH)))
             lines.append(Curve(f"{r.name}, {label}", x, y))
     return lines
 
 
+def short_names(records: list[Any]) -> dict[str, str]:
+    """What a picture calls each record: "block 3" for blocks.3.mixer.layer, if no other is called so."""
+    found = {r.name: re.search(r"(?:^|\.)(?:blocks?|layers?|h)\.(\d+)(?:\.|$)", r.name) for r in records}
+    short = {name: f"block {hit[1]}" if hit else name for name, hit in found.items()}
+    return {name: s if list(short.values()).count(s) == 1 else name for name, s in short.items()}
+
+
+def _thin(name, at, y, points):
+    if len(y) <= points:
+        return Curve(name, at, y)
+    return Curve(name, _means(at, points)[1], _means(np.nan_to_num(y, posinf=np.nan, nan=0.0), points)[1])
+
+
 def map_of(probe: Any, name: str, columns: int = 400) -> Map:
     """One measurement of every write, (layers and heads, position), in at most `columns` means over the text."""
-    rows, parts, x = [], [], np.zeros(0)
+    rows, parts, x, names = [], [], np.zeros(0), short_names(probe.memories)
     for r in probe.memories:
         y = getattr(r, name).mean(0)  # (T, H)
         means = [_means(y[:, h], columns) for h in range(y.shape[1])]
         x = means[0][0] / r.writes
         parts += [m for _, m in means]
-        rows += [f"{r.name} head {h}" for h in range(y.shape[1])]
+        rows += [f"{names[r.name]} head {h}" for h in range(y.shape[1])]
     width = min((len(p) for p in parts), default=0)
     return Map(rows, x[:width], np.stack([p[:width] for p in parts]) if parts else np.zeros((0, 0)))
 
@@ -120,7 +134,7 @@ def plotly_curves(lines: list[Curve], title: str) -> Any:
     """A Plotly figure of lines over the position in the text."""
     import plotly.graph_objects as go
 
-    made = go.Figure([go.Scatter(x=c.x, y=c.y, name=c.name, mode="lines") for c in lines])
+    made = go.Figure([go.Scatter(x=c.x, y=c.y.astype(np.float32), name=c.name, mode="lines") for c in lines])
     return made.update_layout(xaxis_title="token", yaxis_title=title, margin=dict(l=60, r=10, t=10, b=40))
 
 
@@ -128,7 +142,7 @@ def plotly_map(shown: Map, title: str) -> Any:
     """A Plotly heat map over the position in the text."""
     import plotly.graph_objects as go
 
-    made = go.Figure(go.Heatmap(z=shown.values, x=shown.x, y=shown.rows, colorscale="Viridis"))
+    made = go.Figure(go.Heatmap(z=shown.values.astype(np.float32), x=shown.x, y=shown.rows, colorscale="Viridis"))
     made.data[0].colorbar.title.text = title
     return made.update_layout(xaxis_title="token", margin=dict(l=60, r=10, t=10, b=40))
 

@@ -20,6 +20,7 @@ from fastweights.torch.attributions import Attribution
 from fastweights.torch.framework import OPS
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.measures import Marks, Measured, Writes, check_every, measure
+from fastweights.torch.nn import FastWeightAttention
 
 SAME = {"blocks": "block", "layers": "block", "layer": "block", "h": "block"}  # words for one thing in a path
 
@@ -212,13 +213,15 @@ class Probe:
         self.records: dict[str, MemoryRecord | LayerRecord] = {}
         self._path: ContextVar[tuple[str, ...]] = ContextVar("path", default=())
         self._handles: list[Any] = []
+        self._owners: dict[str, nn.Module] = {}
         self._blocks: list[FWLBlock] = []
         self._called = False
 
     def __enter__(self) -> "Probe":
         if self._handles:
             raise FastWeightError("the probe is open already; expected `with fw.probe(model) as p:` once for each")
-        for name, module in self.model.named_modules():
+        self._owners = dict(self.model.named_modules())
+        for name, module in self._owners.items():
             self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
             if isinstance(module, FWLBlock):
@@ -253,7 +256,13 @@ class Probe:
         path = self._path.get()
         if not path or path[-1] == INSIDE:
             return
-        name = path[-1] or "memory"
+        name, owner = path[-1] or "memory", self._owners[path[-1]]
+        if isinstance(owner, FastWeightAttention) and owner.config.attention_norm:
+            if owner.config.rule != spec.rule:  # of the normaliser, not of the memory
+                return
+            if spec.rule == "sum":  # the last column of the memory is the normaliser
+                state = None if inputs.state is None else inputs.state[..., :-1]
+                inputs = inputs._replace(v=inputs.v[..., :-1], state=state)
         record = self.records.get(name)
         if record is None:
             record = self.records[name] = MemoryRecord(name, spec.rule, spec.writes, self.every, self.keep)

@@ -1,0 +1,300 @@
+"""`fastweights inspect`: what the page holds is what the model did, and a real browser shows it."""
+
+import base64
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from browser import Visit, opened
+from oracle import assert_close
+
+import fastweights.torch as fw
+from fastweights import cli
+from fastweights.core import FastWeightError
+from fastweights.files import write_tensors
+from fastweights.inspect import page, readers
+from fastweights.inspect.sources import NONE, Tracker
+from fastweights.models import run_folder
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+
+pytest.importorskip("plotly", reason="plotly is not installed; pip install '.[inspect]'")
+
+SCRIPT = (
+    "<script>document.title = 'gone'</script><img src=http://example.org/x.png onerror=\"document.title='gone'\">\n"
+)
+TEXT = SCRIPT + "".join(f"größe{i % 7} = {i * i % 91}\t# {i}\n" for i in range(60))
+
+
+def make_run(folder, seed=0, **changes):
+    """A run with untrained weights."""
+    config = Config(**dict(dim=16, heads=2, layers="gated-delta,linear", length=64, refresh=32) | changes)
+    torch.manual_seed(seed)
+    model = LanguageModel(config, 257)
+    folder.mkdir()
+    run_folder.write_config(folder, config, 257)
+    write_tensors(folder / run_folder.BEST, {f"model.{n}": x for n, x in model.state_dict().items()}, {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two runs, and a text with markup in it."""
+    place = tmp_path_factory.mktemp("inspect")
+    make_run(place / "one")
+    make_run(place / "two", seed=1, layers="delta", head="linear")
+    (place / "text.txt").write_text(TEXT)
+    return place
+
+
+@pytest.fixture
+def inspect(place, monkeypatch, capsys):
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments):
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", ["fastweights", "inspect", *map(str, arguments), "--device", "cpu"])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return (stop.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def reading(place):
+    tracker = Tracker(4096, 10**9)
+    return readers.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker), tracker
+
+
+def test_losses_are_those_of_the_model(place, reading):
+    found, _ = reading
+    model = run_folder.load(place / "one", device="cpu")
+    row = torch.tensor([[256, *TEXT.encode()]])
+    state, parts = None, []
+    with torch.no_grad():
+        for at in range(0, row.shape[1] - 1, readers.SEGMENT):
+            part = row[:, at : at + readers.SEGMENT + 1]
+            parts.append(model.score(part[:, :-1], part[:, 1:], state))
+            state = parts[-1].state
+    static, memory, fast = (m.losses for m in found.modes)
+    assert [m.key for m in found.modes] == ["static", "memory", "fast"]
+    assert_close(memory, torch.cat([x.slow[0] for x in parts]).double().numpy())
+    assert_close(fast, torch.cat([x.loss[0] for x in parts]).double().numpy())
+    assert np.allclose(static[:64], memory[:64], atol=1e-5), "the first window has no memory to miss"
+    assert not np.allclose(static[64:], memory[64:], atol=1e-3)
+    for back in found.rolled_back:
+        assert np.allclose(back.losses[:64], memory[back.at : back.at + 64], atol=1e-5)
+        assert len(back.losses) == len(row[0]) - 1 - back.at
+    assert len(found.rolled_back) > 3
+
+
+def test_sources_are_those_of_the_whole_text(place, reading):
+    """Followed segment by segment, they are what one attribution of the whole text says."""
+    model = run_folder.load(place / "one", device="cpu")
+    with torch.no_grad(), fw.probe(model, keep=True) as p:
+        model(torch.tensor([[256, *TEXT.encode()]])[:, :-1])
+    followed = reading[1].found()
+    assert list(followed) == [r.name for r in p.memories]
+    for record in p.memories:
+        whole, found = record.attribution(), followed[record.name]
+        for sources, rows in ((found.reads, whole.rows()), (found.takes, whole.overwritten())):
+            sizes = rows.weights[0].abs() * whole.sizes[0][None]
+            share = (sizes / sizes.sum(-1, True).clamp(min=1e-30)).mean(1).numpy()
+            t, j = np.nonzero(sources.back != NONE)
+            got = sources.share[t, j]
+            assert np.allclose(got, share[t, t - sources.back[t, j].astype(int)], atol=1e-4)
+            assert np.allclose(sources.share[:, 0], share.max(1), atol=1e-4)
+        taken = whole.overwritten().weights[0].abs().mean(1).sum(0).numpy()
+        assert np.allclose(found.taken, taken, atol=1e-3)
+        assert (found.taken > 0).any() == (record.rule == "delta")
+
+
+def test_what_lies_before_the_window_is_told_as_one(place, reading):
+    tracker = Tracker(128, 10**9)
+    readers.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker)
+    for name, found in reading[1].found().items():
+        near, back = tracker.found()[name].reads, found.reads.back
+        assert near.back[near.back != NONE].max() < 256
+        inside = np.where((back != NONE) & (back < np.arange(len(back))[:, None] % 256), found.reads.share, 0)
+        assert (near.share.sum(1) + 1e-3 >= inside.sum(1) * near.share.sum(1).clip(0, 1)).all()
+        assert (near.earlier[256:] > 0).any()
+        assert not near.earlier[:256].any()
+
+
+def test_every_character_belongs_to_a_token(reading):
+    text, lengths = page.pieces(reading[0])
+    assert text == TEXT
+    assert lengths.sum() == len(TEXT)
+    assert sorted(set(lengths)) == [0, 1], "the first byte of an umlaut is a token without a character"
+
+
+def test_the_budget_decides_how_many_sources(reading):
+    for budget, sources in ((10**9, (5, 3, 2)), (20 * 2 * 2000, (4, 2, 2)), (11 * 2000, (2, 1, 1))):
+        tracker = Tracker(256, budget)
+        tracker.begin(2000)
+        tracker._plan(2)
+        assert (*tracker.n, tracker.layers) == sources
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with opened() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def small_page(place, reading):
+    path = place / "small.html"
+    page.write(path, [page.model_block(reading[0], reading[1].found())], "What the memory did with text.txt")
+    return path
+
+
+def ready(visit):
+    visit.page.wait_for_selector("body[data-ready=true]", timeout=60_000)
+    return visit.page
+
+
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize("width", [1400, 400], ids=["desktop", "phone"])
+def test_a_browser_shows_the_page(browser, small_page, width):
+    with Visit(browser, small_page, width=width, dark=width == 400) as visit:
+        p = ready(visit)
+        assert p.title() == "What the memory did with text.txt", "a script in the text has run"
+        assert p.locator("img").count() == 0
+        assert p.evaluate("document.documentElement.scrollWidth") <= width
+        named = p.evaluate("""[...document.querySelectorAll('button, select, input, [tabindex], [role=img]')].filter(
+            e => e.offsetParent && !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length))
+            .map(e => e.outerHTML)""")
+        assert named == []
+        assert p.locator("html.dark").count() == (width == 400)
+        p.get_by_role("button", name="Dark", exact=True).click()
+        assert p.locator("html.dark").count() == (width != 400)
+        text, detail = p.locator(".fw-text"), p.locator(".detail")
+        text.click(position=dict(x=60, y=100))
+        chosen = p.evaluate("views[0].token")
+        assert chosen > 0
+        assert f"Token {chosen:,}" in detail.inner_text()
+        p.keyboard.press("ArrowRight")
+        assert p.evaluate("views[0].token") == chosen + 1
+        p.keyboard.press("End")
+        assert f"Token {len(TEXT.encode()) - 1:,}" in detail.inner_text()
+        assert "Where its read came from" in detail.inner_text()
+        detail.locator("li button").first.click()
+        assert p.evaluate("views[0].token") <= len(TEXT.encode()) - 1
+        for mode, said in (("memory off", "empty memory"), ("memory on, layer learns", "learns from every token")):
+            p.get_by_label(mode, exact=True).check()
+            assert said in p.locator("fieldset + .about").inner_text()
+        p.get_by_role("button", name="Roll the memory back to here").click()
+        assert p.get_by_label("memory rolled back to token", exact=True).is_checked()
+        assert p.evaluate("views[0].from") > 0
+        p.get_by_label("Memory", exact=True).select_option(label="block 0 (delta)")
+        for chart in range(2):
+            choice = p.locator(".chart").nth(chart).locator("xpath=../select")
+            choice.select_option(index=1)
+            assert p.locator(".chart .main-svg").count() >= 2
+        p.get_by_role("button", name=re.compile("^Go to token")).last.click()
+        assert visit.problems == []
+        assert visit.outside == []
+
+
+@pytest.mark.xdist_group("browser")
+def test_a_hundred_thousand_tokens_scroll(browser, place, monkeypatch):
+    monkeypatch.setattr(readers, "POINTS", 2)
+    run = make_run(place / "narrow", dim=8, heads=1, layers="gated-delta", head="linear", length=1024)
+    long = place / "long.txt"
+    long.write_text((TEXT * 100)[:100_000].encode()[:100_000].decode("utf-8", "ignore"))
+    tracker = Tracker(256, 3_600_000)
+    found = readers.read_run(run, long, every=16, limit=100_000, device="cpu", watch=tracker)
+    size = page.write(place / "long.html", [page.model_block(found, tracker.found())], "long")
+    assert len(found.text.tokens) > 99_990
+    assert size < 10_000_000
+    with Visit(browser, place / "long.html") as visit:
+        p = ready(visit)
+        assert p.evaluate("document.getElementsByTagName('*').length") < 3000, "something is made for every token"
+        p.locator(".fw-text").focus()
+        p.keyboard.press("End")
+        p.wait_for_function("views[0].box.scrollTop > 10000")
+        p.evaluate("views[0].box.scrollTop = views[0].box.scrollHeight / 2")
+        p.wait_for_function("views[0].painted > 5 && views[0].painted < 60")
+        assert visit.problems == []
+        assert visit.outside == []
+
+
+@pytest.mark.xdist_group("browser")
+def test_two_models_side_by_side(browser, place, inspect):
+    code, out, err = inspect("one", "text.txt", "--compare", "two", "-o", "both.html", "--limit", 500)
+    assert code == 0, err
+    assert "Written to both.html" in out
+    with Visit(browser, place / "both.html", width=1600) as visit:
+        p = ready(visit)
+        boxes = [b.bounding_box() for b in p.locator(".fw-text").all()]
+        assert len(boxes) == 2
+        assert boxes[0]["y"] == pytest.approx(boxes[1]["y"], abs=80)
+        assert boxes[1]["x"] > boxes[0]["x"] + boxes[0]["width"]
+        p.locator(".fw-text").first.click(position=dict(x=60, y=100))
+        assert p.evaluate("views[0].token === views[1].token && views[1].token > 0")
+        p.set_viewport_size(dict(width=400, height=800))
+        p.wait_for_function("document.documentElement.scrollWidth <= 400")
+        assert visit.problems == []
+
+
+def blocks_of(path: Path) -> list[dict]:
+    """The headers of a page's models."""
+    packed = re.findall(r'<script type="application/octet-stream" class="model">(.*?)</script>', path.read_text())
+    found = [gzip.decompress(base64.b64decode(p)) for p in packed]
+    return [json.loads(b[4 : 4 + int.from_bytes(b[:4], "little")]) for b in found]
+
+
+def test_models_of_hugging_face(place, inspect):
+    pytest.importorskip("transformers")
+    from fastweights.hf.export import export
+
+    export(place / "one", place / "exported")
+    code, _, err = inspect("exported", "text.txt", "--hf", "-o", "hf.html", "--limit", 300)
+    assert code == 0, err
+    code, _, err = inspect("one", "text.txt", "-o", "run.html", "--limit", 300)
+    assert code == 0, err
+    (theirs,), (ours,) = blocks_of(place / "hf.html"), blocks_of(place / "run.html")
+    bits = {m["key"]: m["bits"] for m in theirs["modes"]}
+    same = {m["key"]: m["bits"] for m in ours["modes"]}
+    assert bits["memory"] == pytest.approx(same["memory"], rel=1e-3)
+    assert bits["fast"] == pytest.approx(same["fast"], rel=1e-2)
+    assert [m["name"] for m in theirs["memories"]] == ["block 0", "block 1"]
+
+
+def test_errors_say_what_is_wrong(place, inspect):
+    make_run(place / "lstm", layers="lstm", head="linear")
+    make_run(place / "newer")
+    config = json.loads((place / "newer" / "config.json").read_text())
+    config["config"]["colour"] = "red"
+    (place / "newer" / "config.json").write_text(json.dumps(config))
+    (place / "zeros.bin").write_bytes(b"abc\0def")
+    (place / "noise.bin").write_bytes(bytes(range(128, 256)) * 4)
+    (place / "empty.txt").write_bytes(b"")
+    for arguments, said in (
+        (("lstm", "text.txt"), "run lstm has blocks lstm; expected at least one with a fast-weight memory"),
+        (("one", "zeros.bin"), "zeros.bin is not text: byte 3 of it is 0; expected a text file"),
+        (("one", "noise.bin"), "noise.bin is not text: 100% of it is no UTF-8"),
+        (("one", "empty.txt"), "empty.txt is empty"),
+        (("one", "none.txt"), "cannot read none.txt"),
+        (("nowhere", "text.txt"), "run nowhere does not exist"),
+        (("newer", "text.txt"), "has the fields colour, which this version of fastweights"),
+        (("one", "text.txt", "--head", "x"), "--head is x without --hf"),
+        (("one", "text.txt", "--hf"), "model one cannot be loaded: Unrecognized model"),
+    ):
+        code, _, err = inspect(*arguments)
+        assert code == 2, arguments
+        assert said in err.replace("\n", " "), err
+
+
+def test_text_is_checked():
+    readers.check_text(Path("a"), "plain ünd".encode())
+    readers.check_text(Path("a"), "mostly text, one byte \xe9 of Latin-1".encode("latin-1"))
+    with pytest.raises(FastWeightError, match="is not text"):
+        readers.check_text(Path("a"), b"\xff\xfe\xfd")
