@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt# the versions that are tested; /dev/null takes the newest there are
 EXTRA ?= torch# of the wheel that `make release` tries
 
-.PHONY: test check bench format clean demo docs release
+.PHONY: test browser check bench format clean demo docs release
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
@@ -20,8 +20,13 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
-test: check
+test: check browser
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+browser:  # for the tests of pages; where none can be had they skip, and say so
+	@for b in chromium chromium-browser google-chrome; do command -v $$b > /dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then apt-get install -y -qq chromium > /dev/null; fi || \
+	echo "No browser could be installed; tests of pages will be skipped (apt install chromium)."
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -273,6 +273,7 @@ def test_errors_say_what_is_wrong(place, inspect):
     make_run(place / "newer")
     config = json.loads((place / "newer" / "config.json").read_text())
     config["config"]["colour"] = "red"
+    del config["sha256"]
     (place / "newer" / "config.json").write_text(json.dumps(config))
     (place / "zeros.bin").write_bytes(b"abc\0def")
     (place / "noise.bin").write_bytes(bytes(range(128, 256)) * 4)
@@ -284,9 +285,12 @@ def test_errors_say_what_is_wrong(place, inspect):
         (("one", "empty.txt"), "empty.txt is empty"),
         (("one", "none.txt"), "cannot read none.txt"),
         (("nowhere", "text.txt"), "run nowhere does not exist"),
-        (("newer", "text.txt"), "has the fields colour, which this version of fastweights"),
+        (
+            ("newer", "text.txt"),
+            "config has colour; expected fields of Config: it is from another version of fastweights",
+        ),
         (("one", "text.txt", "--head", "x"), "--head is x without --hf"),
-        (("one", "text.txt", "--hf"), "model one cannot be loaded: Unrecognized model"),
+        (("one", "text.txt", "--hf"), "cannot be read: Unrecognized model in one"),
     ):
         code, _, err = inspect(*arguments)
         assert code == 2, arguments

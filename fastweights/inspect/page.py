@@ -107,7 +107,7 @@ def _of_memory(i, record, found, T):
     """Arrays of one memory, heads together: sources, and what each token wrote."""
     by_token = lambda x: x[0].mean(-1).reshape(T, -1).mean(-1)  # noqa: E731
     value = np.maximum(by_token(record.value), 1e-30)
-    made = {}
+    made: dict[str, np.ndarray] = {}
     for name, sources in (("reads", found.reads), ("takes", found.takes)):
         made |= {
             f"{name}.{i}": sources.back,

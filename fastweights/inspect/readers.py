@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -88,7 +89,8 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
     T = row.shape[1] - 1
     size = LONG if T > LONG_TEXT else SEGMENT
     watch.begin(T)
-    state, slow, fast, states = model.init_state(1), [], [], {0: None}
+    state, slow, fast = model.init_state(1), [], []
+    states: dict[int, Any] = {}
     with torch.no_grad(), probe(model, every=every, keep=True) as seen:
         for at in range(0, T, size):
             states[at] = state.blocks
@@ -108,6 +110,10 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
     return Reading(str(run), text, model.tokenizer.lengths()[text.tokens], modes, back, seen)
 
 
+def _repeated(rows: int, x: Tensor) -> Tensor:
+    return x.expand(rows, *x.shape[1:]).contiguous()
+
+
 @torch.no_grad()
 def _from_memory(model: Any, row: Tensor, blocks: Any) -> np.ndarray:
     """Losses of a text (1, n + 1) in windows that all start from the same memory."""
@@ -119,7 +125,7 @@ def _from_memory(model: Any, row: Tensor, blocks: Any) -> np.ndarray:
         for a, b, rows in ((0, whole, n // length), (whole, n, 1)):
             if b > a:
                 state = model.init_state(rows)
-                some = map_tensors(lambda x, rows=rows: x.expand(rows, *x.shape[1:]).contiguous(), blocks)
+                some = map_tensors(partial(_repeated, rows), blocks)
                 tokens, labels = part[a:b].view(rows, -1), part[a + 1 : b + 1].view(rows, -1)
                 losses.append(model.score(tokens, labels, state._replace(blocks=some), learn=False).loss.flatten())
     return torch.cat(losses).double().cpu().numpy()

@@ -157,7 +157,8 @@ class Config:
         """The configuration with these fields, which may come from a file."""
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
-            raise FastWeightError(f"config has {', '.join(sorted(unknown))}; expected fields of Config")
+            raise FastWeightError(f"config has {', '.join(sorted(unknown))}; expected fields of Config: it is from "
+                                  "another version of fastweights")  # fmt: skip
         return cls(**values)
 
     @property
