@@ -80,7 +80,9 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def captured(writer: Writer) -> Step:
-    """A step as a CUDA graph."""
+    """A step as a CUDA graph: recorded once, after a few steps that compile and allocate, then replayed without the
+    host.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and allocate outside the graph
@@ -94,7 +96,7 @@ def captured(writer: Writer) -> Step:
 
 
 def write(writer: Writer, step: Step, tokens: int) -> Tensor:
-    """(B, tokens) from the start."""
+    """(B, tokens) from the start: what `step` makes the writer write, to compare two ways of stepping."""
     writer.restart()
     text = []
     for _ in range(tokens):

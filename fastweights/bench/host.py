@@ -46,7 +46,16 @@ class Result:
 
 
 def _operations(shape: Sequence[int], device: str, dtype: torch.dtype, peers: bool) -> Calls:
-    """The operation beside attention's own and what peers are installed."""
+    """The operation beside attention's own and what peers are installed.
+
+    Args:
+        shape: (B, T, H, K).
+        device, dtype: of the inputs.
+        peers: whether FLA takes part.
+
+    Returns:
+        {name: (a call, the tensors that it is differentiated by)}.
+    """
     B, T, H, K = shape
     make = lambda: torch.randn(B, T, H, K, device=device, dtype=dtype)  # noqa: E731
     q, k, v = make(), nn.functional.normalize(make(), dim=-1), make()
@@ -90,7 +99,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> None:
 
 
 def _layers(shape: Sequence[int], device: str, dtype: torch.dtype, names: Iterable[str]) -> Calls:
-    """Layers, one block of the language model, and attention's own layer."""
+    """Layers, one block of the language model, and attention's own layer, as `_operations` returns them."""
     B, T, H, K = shape
     dim = H * K
     x = torch.randn(B, T, dim, device=device, dtype=dtype, requires_grad=True)

@@ -99,7 +99,10 @@ def dpfp(x: Tensor) -> Tensor:
 
 
 def check(model: Model, plain: Plain) -> float:
-    """How far loss and gradients are apart on one batch; raise when they are not the same."""
+    """How far loss and gradients are apart on one batch; raise when they are not the same.
+
+    Both models have the same weights; the batch is drawn by the published algorithm.
+    """
     keys, values, asked, answers = batch = plain.draw()
     want = plain.loss(*batch)
     got = model.loss(keys[..., None], values[..., None], asked[:, None], answers[:, None]).sum()

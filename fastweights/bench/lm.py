@@ -66,9 +66,15 @@ class Training:
 
 
 def training(settings: dict[str, Any], repeats: int) -> list[Training]:
-    """Steps of each of MODELS, all in turns."""
+    """Steps of each of MODELS, all in turns.
+
+    Args:
+        settings: fields of `Config` that differ from the preset laptop.
+        repeats: samples per contestant.
+    """
     steps: dict[str, dict[str, Call]] = {}
     counts = {}
+    # Each model is made once; all ways of computing its step work on the same weights.
     for name in MODELS:
         config = Config.of("laptop", **settings, model=name)
         torch.manual_seed(0)
@@ -80,7 +86,10 @@ def training(settings: dict[str, Any], repeats: int) -> list[Training]:
 
 
 def _steps(model: LanguageModel) -> dict[str, Call]:
-    """The step of a model in every way there is, once all are known to give the same loss."""
+    """The step of a model in every way there is, once all are known to give the same loss.
+
+    Ours; ours with Hugging Face's delta rule in the place of ours; and, for gated-delta, Hugging Face's whole model.
+    """
     config = model.config
     rows = torch.randint(VOCAB, (config.batch, config.length + 1))
     tokens, labels = rows[:, :-1], rows[:, 1:]
@@ -134,6 +143,7 @@ def throughput(preset: str, vocab: int, device: str, repeats: int, **changes: An
     torch.manual_seed(0)
     model = LanguageModel(config, vocab).to(device)
     objective, optimizer = Objective(model), make_optimizer(model, config)
+    # Random words take the same time as real ones.
     words = np.random.default_rng(0).integers(vocab - 1, size=(config.batch, config.length + 1))
     batch = to_batch(words, vocab - 1, device)
     state = model.init_state(config.batch)

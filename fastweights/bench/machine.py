@@ -89,7 +89,9 @@ def commit() -> str:
 
 
 def describe(device: str) -> dict[str, object]:
-    """The machine, for a result file."""
+    """The machine, for a result file: system, processor, cores and threads, and on a GPU its name and CUDA's
+    version.
+    """
     import torch
 
     return {

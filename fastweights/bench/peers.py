@@ -35,7 +35,10 @@ class Peer:
 
 
 def _load(module: str, name: str) -> Callable | str:
-    """A function of a peer, or why it cannot be had: other people's imports fail in many ways."""
+    """A function of a peer, or why it cannot be had: other people's imports fail in many ways.
+
+    module, name: where it is and what it is called.
+    """
     try:
         return getattr(import_module(module), name)
     except Exception as error:
@@ -86,6 +89,7 @@ def _flash_linear_attention(case: Case, name: str) -> Contestant | str:
         return "its delta rule refuses float32"
     if case.key_width > 256:
         return "its delta rule refuses keys wider than 256"
+    # A crash of the process cannot be caught, so such cases are not tried.
     if case.key_width & (case.key_width - 1):
         return "its backward dies with an illegal memory access where K is no power of two, and the process with it"
     delta = _load("fla.ops.delta_rule", "chunk_delta_rule")

@@ -77,6 +77,7 @@ def their_model(ours: LanguageModel) -> Any:
     """
     theirs = _theirs()
     c, width = ours.config, ours.config.dim // ours.config.heads
+    # Every layer is linear attention, every feed-forward dense: what is left is our model.
     model = theirs.Qwen3NextForCausalLM(
         theirs.Qwen3NextConfig(
             vocab_size=ours.vocab,
@@ -104,13 +105,19 @@ def their_model(ours: LanguageModel) -> Any:
     weights["lm_head.weight"] = ours.embedding.weight
     for i, block in enumerate(ours.blocks):
         weights |= {f"model.layers.{i}.{name}": x for name, x in _layer(block, c.heads).items()}
+        # Their queries are shorter by sqrt(K), so the same epsilon would weigh more.
         model.model.layers[i].linear_attn.norm.variance_epsilon = NORM_EPS / width  # their queries are shorter
     model.load_state_dict(weights)
     return model
 
 
 def _layer(block: Any, heads: int) -> dict[str, Tensor]:
-    """The weights of one block by their names; theirs scale by 1 + w in the norms, and lie head by head."""
+    """The weights of one block by their names; theirs scale by 1 + w in the norms, and lie head by head.
+
+    Args:
+        block: of our model, a Gated DeltaNet layer and a SwiGLU feed-forward.
+        heads: of the layer.
+    """
     layer, mixer = block.mixer.layer, "linear_attn."
     widths = layer.config.sections
     # Our one input projection is two of theirs, in which each head's parts lie together.

@@ -50,7 +50,10 @@ error    largest deviation of outputs, states and gradients from float64,
 
 
 def show(results: Sequence[Result], console: Console) -> None:
-    """One table per rule, and who was left out."""
+    """One table per rule, then who was left out and why, then what the columns mean.
+
+    The method that "auto" stands for is in bold.
+    """
     for rule in dict.fromkeys(result.case.rule for result in results):
         chosen = [result for result in results if result.case.rule == rule]
         table = new_table(f"{rule} rule, {chosen[0].case.dtype} on {chosen[0].case.device}, milliseconds")
@@ -82,6 +85,7 @@ def _rows(table: Table, result: Result, extra: bool) -> None:
     place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
     if result.case.mapped:
         place += f"\n{result.case.features}, {result.case.norm}"
+    # One line per contestant; the shape stands in the first alone.
     for name in result.passes["forward"]:
         cells = []
         for which in PASSES:
@@ -109,7 +113,7 @@ def milliseconds(timing: Timing) -> str:
 
 
 def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
-    """One table per rule and method."""
+    """One table per rule and method: time, and how it grew, for every length."""
     for s in scalings:
         title = f"{s.case.rule} rule, {s.method}, {s.case.dtype} on {s.case.device}, (1, T, 4, 64) forward+backward"
         table = new_table(title)

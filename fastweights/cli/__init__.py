@@ -76,7 +76,10 @@ def main() -> None:
 
 
 def _ours(error: ValueError) -> bool:
-    """Whether this library raised it, with a message for the user."""
+    """Whether this library raised it, with a message for the user.
+
+    A ValueError of PyTorch or of the standard library is a bug of ours instead, and keeps its traceback.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -127,7 +130,10 @@ def start(
 
 
 def _help(text: str | None) -> dict[str, Any]:
-    """A docstring as help and, in its last place, the example."""
+    """A docstring as help and, in its last place, the example.
+
+    Every command's docstring ends with "For example: ", which becomes the last line of its help.
+    """
     assert text is not None
     text, _, example = text.strip().rpartition("\n\nFor example: ")
     return dict(help=text, epilog=f"For example: {example}")

@@ -175,6 +175,7 @@ def lengths(
 
     For example: `fastweights bench lengths --rule delta --repeats 3`
     """
+    # What could stop the work is checked first; heavy imports come after.
     path = _start("bench lengths", device, "lengths", smoke, json)
     from fastweights.bench import lengths as bench_lengths
     from fastweights.bench import report
@@ -216,6 +217,7 @@ def layers(
     from fastweights.bench import layers as bench_layers
     from fastweights.bench import report
 
+    # A misspelt name is said before anything is timed.
     for each in name or ():
         if each not in bench_layers.NAMES:
             raise FastWeightError(f"--name is {each!r}; expected one of {', '.join(bench_layers.NAMES)}")

@@ -101,6 +101,7 @@ def adapt(
     from fastweights.hf.head_training import Adapting, HeadTrainer
     from fastweights.hf.loading import load_model, read_corpus, row_of
 
+    # The head stands beside the model unless told otherwise.
     out = out or model.with_name(model.name + ".head")
     # A resumed training goes on with its own settings, data and head; a new one must not overwrite another.
     if resume:
@@ -151,7 +152,12 @@ def adapt(
 
 
 def _refuse_changes(ctx: typer.Context, free: set[str]) -> None:
-    """Refuse options that were given although the training goes on as it began."""
+    """Refuse options that were given although the training goes on as it began.
+
+    Args:
+        ctx: of the command, which knows which options the user typed.
+        free: options that may be given all the same.
+    """
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params if name not in free}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:

@@ -31,7 +31,13 @@ PACKAGES = {"torch": "PyTorch", "transformers": "transformers", "matplotlib": "m
 
 
 def need(command: str, extra: str, *packages: str) -> None:
-    """Refuse a command whose packages are not installed; says which extra of this package brings them."""
+    """Refuse a command whose packages are not installed; says which extra of this package brings them.
+
+    Args:
+        command: as the user typed it, for the message.
+        extra: of `pip install 'fastweights[EXTRA]'`.
+        packages: names to import.
+    """
     for package in packages:
         if not find_spec(package):
             raise FastWeightError(

@@ -70,6 +70,7 @@ def reproduce(
 
     For example: `fastweights reproduce overwrite --smoke`
     """
+    # Neither writing the page nor listing needs PyTorch: both read the results that are there.
     if scoreboard:
         _write_scoreboard(out)
         return
@@ -119,6 +120,7 @@ def _show(outcome: Any, plan: Any, console: Any) -> None:
     """Print an experiment's table, what it confirmed and what it did not, and where its files are."""
     from fastweights.lab.engine.experiment import docstring
 
+    # An experiment's own table, ours beside the paper's; the raw rows where it has none.
     rows = plan.module.table(outcome.rows) if hasattr(plan.module, "table") and outcome.rows else outcome.rows
     if rows:
         console.print(_table(docstring(plan.name).splitlines()[0], rows[:SHOWN_ROWS]))
@@ -180,6 +182,7 @@ def _list(out: Path | None) -> None:
 
     folder = scoreboard.folder_of_results(out)
     found = scoreboard.entries(folder)
+    # Experiment by experiment, claim by claim.
     for entry in found:
         say(f"{entry.name}  {entry.title}", "bold")
         say(f"  Paper: {entry.paper}", "dim")

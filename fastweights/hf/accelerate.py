@@ -87,7 +87,10 @@ def accelerate(model: nn.Module) -> Accelerated:
 
 
 def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
-    """function with some of its global names standing for something else."""
+    """A copy of a function in which some global names stand for something else.
+
+    The original, and the module that it is from, stay as they are: other models of the class are not changed.
+    """
     copy = FunctionType(
         function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
     )

@@ -45,6 +45,7 @@ class Use(NamedTuple):
     Attributes:
         head, cache: whether the layer and the cache answer.
         learn: whether they learn from the text.
+        body: whether matrices inside the model answer with what they have learned.
     """
 
     head: bool = True

@@ -45,8 +45,12 @@ def real_tokens(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
 def text_starts(x: Tensor, mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]) -> Pieces | None:
     """Where texts start inside the rows of x (B, T, D), or None where no row holds more than one.
 
-    By cu_seq_lens_q (N + 1,), by seq_idx (B, T), or where position_ids (B, T) do not go on by 1. While compiling, what
-    position_ids hold is not known, and they are taken to go on.
+    Args:
+        x: embeddings.
+        mask: (B, T) bool, False for padding, or None.
+        position_ids: (B, T); a text starts where they do not go on by 1. While compiling, what they hold is not known,
+            and they are taken to go on.
+        packing: cu_seq_lens_q (N + 1,) or seq_idx (B, T), as `packing_of` returns them; these come first.
     """
     B, T = x.shape[:2]
     offsets = packing.get("cu_seq_lens_q")

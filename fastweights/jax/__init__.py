@@ -1,5 +1,10 @@
 """Fast-weight memories in JAX: pure functions that run under jit, grad and vmap; layers for Flax.
 
+    functions        fast_weight, one call for a whole text; feature_map; make_labels
+    layers           FastWeightAttention, with PRESETS of published ones; FWLBlock, an output block that learns from the
+                     document it reads; FastWeightRNN and FastWeightProgrammer
+    parameters       export_parameters and import_parameters, to and from the other frameworks; redraw, for FAVOR+
+
 The functions need JAX alone; a layer imports Flax when it is first asked for.
 """
 

@@ -70,8 +70,10 @@ class Config:
     It is frozen, and is saved with the run.
     """
 
+    # What is read.
     data: str = _of("stdlib", "Documents to train on: stdlib, a file, a folder, or hf:NAME[:CONFIG].")
     tokenizer: str = _of("bytes", "Tokenizer: bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")
+    # The blocks.
     model: str = _of("gated-delta", "Mixer of every block: transformer, linear, performer, delta, gated-delta or lstm.")
     layers: str = _of(
         "", 'Mixers of the blocks as a pattern, such as "delta*3,softmax", in place of --model and --depth.'
@@ -81,6 +83,7 @@ class Config:
     heads: int = _of(4, "Memories or attention heads per block.")
     ff: str = _of("swiglu", "Feed-forward layer of every block: swiglu or relu.")
     hidden: int = _of(0, "Width of the feed-forward layer; 0 for 4 dim (relu) or 8/3 dim (swiglu).")
+    # The output layer.
     head: str = _of("fwl", "Output layer: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
     refresh: int = _of(
@@ -91,6 +94,7 @@ class Config:
     fast_decay: float = _of(0.0, "Share of what it learned that it keeps per token; 0 for all (published: 0.999).")
     fast_clip: float = _of(0.0, "Largest norm of a token's gradient at each of its layers; 0 for any.")
     start: str = _of("", "Trained run whose weights are kept; its Fast Weight Layer alone is trained.", "--from")
+    # How text is cut into segments, and what is carried between them.
     dropout: float = _of(0.0, "Share of features dropped after every mixer and feed-forward layer.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
     context: str = _of(
@@ -99,6 +103,7 @@ class Config:
     forget: float = _of(0.1, "Share of carried segments that start with an empty memory all the same.")
     length: int = _of(256, "Tokens per segment, the span of backpropagation.")
     batch: int = _of(8, "Segments per step and device.")
+    # How long and how fast it is trained.
     accumulate: int = _of(1, "Batches per step of the optimiser.")
     steps: int = _of(2000, "Steps of the optimiser.")
     minutes: float = _of(0.0, "Minutes within which training finishes, the schedule included; 0 for no limit.")
@@ -110,6 +115,7 @@ class Config:
     weight_decay: float = _of(0.1, "Weight decay of the matrices.")
     seed: int = _of(0, "Seed of the weights, the order of documents and dropout.")
     eval_every: int = _of(200, "Steps between validations and checkpoints.")
+    # Where, and how products are made.
     device: str = _of("auto", "Device to train on: auto, cpu or cuda.")
     dtype: str = _of("auto", "Dtype of the products: auto (bfloat16 on a GPU), float32 or bfloat16.")
     compile: bool = _of(False, "Compile the blocks with torch.compile.")
@@ -184,13 +190,22 @@ class Config:
         return tuple(names)
 
     def starting_from(self, run: str, **changes: Any) -> "Config":
-        """The configuration that trains a Fast Weight Layer on the run of this one: its defaults, then changes."""
+        """The configuration that trains a Fast Weight Layer on the run of this one.
+
+        Args:
+            run: folder of the trained run, which is noted as `start`.
+            changes: fields that differ; those of the Fast Weight Layer have their defaults otherwise, all others are
+                the run's own.
+        """
         own = {f.name: f.default for f in fields(self) if f.name in FAST_FIELDS}
         return type(self)(**(asdict(self) | own | dict(head="fwl", start=run) | changes))
 
     @property
     def fast_options(self) -> dict[str, Any]:
-        """The Fast Weight Layer's arguments. A number divides its losses, so only the past matters to it."""
+        """The Fast Weight Layer's arguments, as `FWLBlock` takes them.
+
+        A number divides its losses, so that only the past matters to it: batches and padding change nothing.
+        """
         clip = self.fast_clip or None
         if not self.refresh:  # a sum of gradients must decay, or a long text adds up to anything
             return PUBLISHED | dict(clip=clip, decay=self.fast_decay or PUBLISHED["decay"])
@@ -199,7 +214,7 @@ class Config:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the shape and meaning of the model's weights."""
+        """What decides the shape and meaning of the model's weights; a memory or head of another one is refused."""
         names = ("dim", "heads", "ff", "hidden", "head", "fast_hidden", "window", "length")
         how = ("refresh", "within") if self.refresh and self.head == "fwl" else ()
         return {"mixers": list(self.mixers)} | {n: getattr(self, n) for n in (*names, *how)}

@@ -82,6 +82,7 @@ def split(found: list[Document], spec: str) -> dict[str, list[Document]]:
         raise FastWeightError(
             f"data is {spec!r}, which holds no text; expected at least one file that is neither empty nor binary"
         )
+    # One or two documents: each is cut into three parts instead.
     if len(found) < len(SPLITS):
         return {
             name: [piece for d in found if (piece := _cut(d, *part)).data.strip()]

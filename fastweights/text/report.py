@@ -1,4 +1,8 @@
-"""An evaluation on screen, as JSON and as a picture."""
+"""An evaluation on screen, as JSON and as a picture.
+
+What goes in are the numbers of `scores.summary`; the same names, colours and order are used for the models of this
+package and for those of Hugging Face.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     table.add_column("", no_wrap=True)
     for name in ("bits/\nbyte", "gain", "learn-\ning", "perplex-\nity", "seconds", "carried", "peak"):
         table.add_column(name, justify="right")
+    # The best mode is in bold.
     best = min(m["bits_per_byte"] for m in found["modes"])
     for m in found["modes"]:
         table.add_row(
@@ -45,7 +50,9 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def positions(found: dict[str, Any]) -> Table:
-    """Bits per byte by position in the document."""
+    """Bits per byte by position in the document, as a table: one row per mode, spans that no document reaches left
+    out.
+    """
     spans = [i for i in range(len(EDGES)) if any(m["by_position"][i] is not None for m in found["modes"])]
     table = Table(title="bits/byte by position", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
@@ -69,6 +76,7 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bo
     for score in scores:
         x, y = curve(score, texts, lengths)
         axes.plot(x, y, label=LABELS[score.mode], color=COLOURS[score.mode], linewidth=2)
+    # Documents differ in length by orders of magnitude, so positions are on a logarithmic axis.
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
     axes.set_xlabel("position in the document (bytes)")

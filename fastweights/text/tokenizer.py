@@ -127,7 +127,7 @@ def make(spec: str, texts: Iterable[bytes]) -> Bytes | Subwords:
 
 
 def load(folder: Path) -> Bytes | Subwords:
-    """The tokenizer of a run or cache folder."""
+    """The tokenizer of a run or cache folder: the one in tokenizer.json, or bytes where there is none."""
     return Subwords.read(folder / FILE) if (folder / FILE).exists() else Bytes()
 
 

@@ -44,7 +44,17 @@ class CacheState(NamedTuple):
 
 
 class Sight:
-    """What a block of queries (R, C, D) sees of keys (R, N, D).  visible (R, C, N)."""
+    """What a block of queries (R, C, D) sees of keys (R, N, D).
+
+    Similarities are kept relative to the largest that a query sees, so that no exponential overflows.
+
+    Attributes:
+        labels: (R, N) the tokens that followed the keys.
+        visible: (R, C, N) which keys a query may see: earlier ones, within the window.
+        empty: (R, C) whether it sees none.
+        apart: (R, C, N) similarity less the largest, -inf where nothing is visible.
+        sums: (R, C, G) of exp(c apart) over the keys, for each temperature c.
+    """
 
     def __init__(self, cache, q, keys, labels, visible):
         self.cache, self.labels, self.visible, self.length = cache, labels, visible, q.shape[1]
@@ -72,7 +82,13 @@ class Sight:
 
 
 class Held:
-    """The keys of the state and those of new tokens behind them, as queries see them."""
+    """The keys of the state and those of new tokens behind them, as queries see them.
+
+    Args:
+        cache: whose window and temperatures hold.
+        state: what it knows before the new tokens.
+        keys, labels: (R, L, D) and (R, L) of the new tokens.
+    """
 
     def __init__(self, cache, state, keys, labels):
         self.cache, self.filled, self.before, self.new = cache, state.filled, state.keys.shape[1], keys
@@ -106,8 +122,12 @@ class Held:
 class Stream(NamedTuple):
     """The token that waited and the new ones, padding left out, so that each row's tokens stand at its start.
 
-    keys (R, L, D);  labels (R, L): the token after each;  place (R, L): of its logits, less than 0 where there are
-    none;  lengths (R,);  waited (R, L): whether it is the token that waited.
+    Attributes:
+        keys: (R, L, D).
+        labels: (R, L) the token after each.
+        place: (R, L) of its logits, less than 0 where there are none.
+        lengths: (R,).
+        waited: (R, L) whether it is the token that waited.
     """
 
     keys: Tensor
@@ -183,7 +203,11 @@ def exponentials(x: Tensor, factors: Sequence[float]) -> Iterator[Tensor]:
 def against_model(log_hits: Tensor, own: Tensor, known: Tensor, shares: Sequence[float]) -> Tensor:
     """log p_e(y) - log p(y) of every expert, (R, C, E), 0 where nothing is known.
 
-    log_hits (R, C, G): log of the probability that the cache gives to y;  own (R, C): the model's loss of y.
+    Args:
+        log_hits: (R, C, G) log of the probability that the cache gives to y.
+        own: (R, C) the model's loss of y.
+        known: (R, C) whether y is known and the cache has something to say.
+        shares: of the cache in each expert's mixture.
     """
     s = own.new_tensor(shares)
     ratio = (log_hits + own[..., None])[..., None]  # the cache against the model, (R, C, G, 1)

@@ -1,4 +1,7 @@
-"""PyTorch, as the code that is written once for every framework sees it."""
+"""PyTorch, as the code that is written once for every framework sees it.
+
+`OPS` has, for each function of `fastweights.framework.Ops`, the one of PyTorch that does it, or a few words around it.
+"""
 
 from functools import cache
 from typing import Any
@@ -36,7 +39,10 @@ def _cross_entropy(logits, labels):
 
 
 def _layer_memory(q: Tensor, k: Tensor, v: Tensor, *, state: Any, **how: Any) -> tuple[Tensor, Tensor]:
-    """Keys one wider than a layer, for its bias, are filled up on a GPU: matrix units want aligned rows."""
+    """`fast_weight` for a Fast Weight Layer, whose keys are one wider than its input, for the bias.
+
+    On a GPU they are filled up with zeros to a multiple of 8: matrix units want aligned rows.
+    """
     missing = -q.shape[-1] % 8 if q.is_cuda and q.shape[-1] > 1 else 0
     return _padded(q, k, v, state, missing, **how) if missing else fast_weight(q, k, v, state=state, **how)
 

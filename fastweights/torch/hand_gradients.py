@@ -89,6 +89,7 @@ class Depthwise(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         W, T = len(weight), dy.shape[1]
         spread = torch.nn.functional.pad
+        # Second derivatives need operations that autograd can follow; first ones may work in place.
         if torch.is_grad_enabled():  # a second derivative: nothing in place
             dx = sum(spread(dy * weight[j], (0, 0, j, W - 1 - j)) for j in range(W))
         else:

@@ -2,7 +2,8 @@
 
 The mathematics is that of fastweights/refresh.py, in some 25 operations per chunk: the fast weights of every sequence
 are kept as they are, W + S, and each closed chunk changes them in place. Nothing here waits for a device, and shapes
-depend on the layout alone, so that a CUDA graph can capture it.
+depend on the layout alone, so that a CUDA graph can capture it. Autograd could not follow changes in place, so training
+goes through refresh.py itself.
 """
 
 from collections.abc import Sequence

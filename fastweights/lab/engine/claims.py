@@ -69,7 +69,10 @@ class Judgement:
 
 
 def judge(module: ModuleType, rows: list[Row]) -> list[Judgement]:
-    """The claims of an experiment on all its result rows."""
+    """The claims of an experiment on all its result rows, in the order of its file.
+
+    Each judge sees the rows that its claim is about, and nothing else.
+    """
     judged = []
     for claim in module.CLAIMS:
         chosen = claim.rows(rows)

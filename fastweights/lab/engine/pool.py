@@ -181,7 +181,12 @@ class _Pool:
 
 
 def _work(pipe: Any, device: str, data: Path | None, deadline: float) -> None:
-    """One process: arms until there are none, the time is over or one fails."""
+    """One process: arms until there are none, the time is over or one fails.
+
+    Args:
+        pipe: arms come in, and what becomes of them goes out.
+        device, data, deadline: as for `Report` and `run_arm`.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     last = 0.0
 
@@ -216,9 +221,16 @@ def describe(arm: Arm) -> str:
 
 @contextmanager
 def _display(total: int, jobs: int, console: Console | None) -> Iterator[Tell]:
-    """A bar for all arms with the time left, and a line per process. tell(process, -1, text) is an arm that is done.
+    """A bar for all arms with the time left, and a line per process.
 
     Where there is no terminal, a line for each arm that is done.
+
+    Args:
+        total, jobs: arms and processes.
+        console: where to draw; nowhere when None.
+
+    Yields:
+        tell(process, fraction, text); a fraction below 0 is an arm that is done.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())

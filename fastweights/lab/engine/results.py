@@ -48,7 +48,13 @@ class Results:
         return self.done[key]
 
     def add(self, arm: Arm, rows: list[Row], seconds: float) -> None:
-        """Keep the rows of an arm, on disk before this returns."""
+        """Keep the rows of an arm, on disk before this returns.
+
+        Args:
+            arm: what was run; its fields are added to every row.
+            rows: what came of it.
+            seconds: that it took.
+        """
         if clash := sorted(set(arm) & {name for row in rows for name in row}):
             raise FastWeightError(f"{self.name}: rows have {', '.join(clash)}, which the arm has; expected other names")
         whole = [arm | row | {"seconds": round(seconds, 2)} for row in rows]

@@ -43,7 +43,10 @@ def folder_of_results(out: Path | None) -> Path:
 
 
 def entry(name: str, folder: Path) -> Entry:
-    """An experiment judged on FOLDER/NAME.csv, if it holds results of all arms of the full settings."""
+    """An experiment judged on FOLDER/NAME.csv, if it holds results of all arms of the full settings.
+
+    Otherwise the entry says what is missing: a part of the results could make a claim look better than it is.
+    """
     module, text, path = load(name), docstring(name), folder / f"{name}.csv"
     head = name, text.splitlines()[0], about(text, "Paper")
     if not path.exists():
@@ -83,7 +86,10 @@ def _pages(folder: Path) -> list[str]:
 
 
 def page(folder: Path) -> str:
-    """The scoreboard as a page of Markdown, the first of a folder of results."""
+    """The scoreboard as a page of Markdown, the first of a folder of results.
+
+    Counts, the other pages of the folder, how to run an experiment again, then a table of claims for each.
+    """
     found = entries(folder)
     total = sum(j.claim.source != OURS for e in found for j in e.judged)
     lines = [

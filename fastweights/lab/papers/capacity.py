@@ -104,7 +104,7 @@ def name_of(features: str, form: str) -> str:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """Mean of the last loss over seeds, the paper's in brackets, at some S."""
+    """Mean of the last loss over seeds, the paper's in brackets, at some S: a line per feature map and form."""
     means = mean_over(rows, ("features", "form", "S"), "last")
     sizes = sorted({row["S"] for row in rows})
     shown = [S for S in sizes if S in (20, 60, 100, 140, 200, 260, 300, 400, 500, 600)] or sizes

@@ -164,7 +164,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def _groups(rows: list[Row]) -> dict[tuple, dict[str, float]]:
-    """{(group, corpus, model, positions): means over seeds}."""
+    """{(group, corpus, model, positions): means over seeds} of every number that is shown."""
     by = ("group", "read", "model", "positions")
     columns = ("valid_perplexity", "test_perplexity", "test_bits_per_byte", "parameters", "state", "train_seconds")
     means = {c: mean_over(rows, by, c) for c in columns}
@@ -229,14 +229,26 @@ def _test(rows: list[Row], group: str) -> dict[tuple, tuple[float, float, float]
 def _compared(
     found: dict[tuple, tuple[float, float, float]], one: str, other: str, positions: bool
 ) -> list[tuple[str, float, float]]:
-    """[(corpus, perplexity of one, of other)] for the corpora that have both."""
+    """[(corpus, perplexity of one, of other)] for the corpora that have both.
+
+    Args:
+        found: of `_test`.
+        one, other: models.
+        positions: whether both have positions.
+    """
     corpora = dict.fromkeys(corpus for corpus, _, _ in found)
     pairs = [(c, found.get((c, one, positions)), found.get((c, other, positions))) for c in corpora]
     return [(c, a[0], b[0]) for c, a, b in pairs if a and b]
 
 
 def _order(group: str, *pairs: tuple[str, str], positions: bool = True) -> Judge:
-    """A judge: the first model of each pair has the lower perplexity, on every corpus that has both."""
+    """A judge: the first model of each pair has the lower perplexity, on every corpus that has both.
+
+    Args:
+        group: of the context.
+        pairs: of models, better one first.
+        positions: whether they have positions.
+    """
 
     def judge(rows: list[Row]) -> tuple[Verdict, str]:
         found = _test(rows, group)
@@ -262,7 +274,10 @@ def _closes_the_gap(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
-    """The delta rule reads on beyond its windows without loss: no worse than with limited context."""
+    """The delta rule reads on beyond its windows without loss: no worse than with limited context.
+
+    Both without positions, which a memory that reads on cannot have.
+    """
     far, near = _test(rows, "unbounded"), _test(rows, "limited")
     found = [(c, far[c, "elu-delta", False][0], near[c, "elu-delta", False][0])
              for c in dict.fromkeys(c for c, _, _ in far)]  # fmt: skip

@@ -85,7 +85,10 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
 
 def last_loss(rows: list[Row], task: str) -> dict[tuple, float]:
-    """Loss at the last evaluation by norm and features or positions: mean over seeds, inf where it is not finite."""
+    """Loss at the last evaluation by norm and features or positions: mean over seeds, inf where it is not finite.
+
+    task: "retrieval", by features, or "language", by positions.
+    """
     second = "features" if task == "retrieval" else "positions"
     chosen = [r for r in rows if r["task"] == task and r["phase"] == "training"]
     final = {(r["norm"], r[second]): max(x["step"] for x in chosen if (x["norm"], x[second]) == (r["norm"], r[second]))
@@ -204,7 +207,10 @@ def size(rows: list[Row]) -> str:
 
 
 def growths(rows: list[Row]) -> dict[tuple, float]:
-    """The largest singular value that the product of all writes reaches, by norm and features."""
+    """The largest singular value that the product of all writes reaches, by norm and features.
+
+    1 means that no memory can grow by being written to; the larger, the more it can.
+    """
     found: dict[tuple, float] = {}
     for r in (r for r in rows if r["task"] == "retrieval" and r["phase"] == "position"):
         key = r["norm"], r["features"]

@@ -106,7 +106,10 @@ def best_rates(rows: list[Row]) -> dict[tuple, float]:
 
 
 def suited(rows: list[Row]) -> list[Row]:
-    """The rows of each model and width with the learning rate that suits it."""
+    """The rows of each model and width with the learning rate that suits it.
+
+    The rate is chosen on sequences that are neither trained on nor reported.
+    """
     best = best_rates(rows)
     return [r for r in rows if r["lr"] == best[r["width"], r["model"]]]
 

@@ -50,7 +50,13 @@ class Text:
 
 @functools.lru_cache(6)
 def load(name: str, data: Path | None, limit: int = 0) -> Text:
-    """A corpus by name, from its files in the folder `data`.  limit: tokens kept of each split; 0 keeps all."""
+    """A corpus by name, as streams of tokens.
+
+    Args:
+        name: of NAMES.
+        data: folder of the user's files; the standard library's sources need none.
+        limit: tokens kept of each split; 0 keeps all.
+    """
     if name not in NAMES:
         raise FastWeightError(f"corpus is {name!r}; expected one of {', '.join(NAMES)}")
     absent = [f for f in FILES.get(name, ()) if data is None or not any(data.glob(f))]
@@ -112,7 +118,9 @@ def _enwik8(folder: Path) -> dict[str, list[str]]:
 
 
 def _stdlib(limit: int) -> dict[str, list[str]]:
-    """Files split by name. With a limit only the first files are read: enough to try things."""
+    """The standard library's sources, split by name. With a limit only the first files are read: enough to try
+    things.
+    """
     found = []
     for document in corpus.documents("stdlib"):
         found.append(document)

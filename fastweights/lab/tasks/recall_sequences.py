@@ -16,6 +16,13 @@ def sequences(rows: int, pairs: Tensor, most: int, vocab: int, generator: torch.
     A row starts with its pairs[row] key-value pairs, k1 v1 k2 v2 ...; then the keys come back, each once, in random
     order and at random even places, and the label there is its value. Other places after the pairs hold token 0.
     Keys are 1 .. vocab / 2 - 1, different within a row; values are vocab / 2 .. vocab - 1.
+
+    Args:
+        rows: sequences.
+        pairs: (rows,) how many each has.
+        most: how many any of them may have, which decides the length.
+        vocab: keys and values together.
+        generator: source of chance, on the device of the result.
     """
     device, half = pairs.device, vocab // 2
     draw = lambda n: torch.rand(rows, n, generator=generator, device=device)  # noqa: E731

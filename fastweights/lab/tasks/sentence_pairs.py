@@ -82,7 +82,16 @@ def _numbers(sentences: Any) -> dict[str, int]:
 
 
 def arrays(pairs: list, found: Pairs, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches of about `tokens` words: source (B, T) ending in END, target (B, T + 1) from START to END; PAD after."""
+    """Batches of about `tokens` words, sentences of like length together.
+
+    Args:
+        pairs: (English words, German words).
+        found: whose numbers of words to use.
+        tokens: words of a batch, padding included.
+
+    Returns:
+        source (B, T) ending in END, target (B, T + 1) from START to END; PAD after.
+    """
     groups: dict[int, list] = {}
     for a, b in pairs:
         groups.setdefault(next(n for n in LENGTHS if max(len(a), len(b)) < n), []).append((a, b))
@@ -110,7 +119,10 @@ def bleu(hypotheses: list[str], references: list[str]) -> tuple[float, str]:
 
 
 def corpus_bleu(hypotheses: list[str], references: list[str]) -> float:
-    """Geometric mean of the precisions of 1 to 4 words, smoothed like sacrebleu's, times the brevity penalty; in %."""
+    """BLEU in percent: geometric mean of the precisions of 1 to 4 words, times the brevity penalty.
+
+    Precisions of 0 are smoothed as sacrebleu does.
+    """
     right, total, ours, theirs = [0] * 4, [0] * 4, 0, 0
     for hypothesis, reference in zip(hypotheses, references, strict=True):
         a, b = hypothesis.split(), reference.split()

@@ -32,8 +32,13 @@ _plans: dict[tuple, Plan] = {}
 class Given(NamedTuple):
     """The tensors of a call, None where the layer has none.
 
-    p (B, T, columns), the input projection;  conv (W, channels);  decay_log, decay_bias (H,);  out_norm (V,);  memory
-    (B, H, K, V) and before (B, W - 1, channels), the state.
+    Attributes:
+        p: (B, T, columns), the input projection.
+        conv: (W, channels), taps of the convolution.
+        decay_log, decay_bias: (H,), of a learned decay.
+        out_norm: (V,), weight of the norm of what is read.
+        memory: (B, H, K, V), the state's memory.
+        before: (B, W - 1, channels), the state's last inputs of the convolution.
     """
 
     p: Any
@@ -47,7 +52,11 @@ class Given(NamedTuple):
 
 @cache
 def suits(config: AttentionConfig) -> bool:
-    """Whether layers of this config are computed here."""
+    """Whether layers of this config are computed here; the others run in plain operators around the memory's kernels.
+
+    Left out are several writes per token, erase keys, shared key heads, attention norm, FAVOR+, NLMS, decays per
+    channel or fixed, and heads wider than 256.
+    """
     simple = config.writes == 1 and not config.erase and config.groups == config.heads and not config.attention_norm
     maps = config.phi.kind in KINDS and config.feature_norm in NORMS
     maps = maps and (config.phi.kind != "dpfp" or (config.feature_width <= WIDEST and config.key_width <= dpfp.WIDEST))
@@ -75,7 +84,10 @@ def takes(config: AttentionConfig, given: Given) -> bool:
 
 
 def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
-    """(what all heads read, normalised and gated, (B, T, H V);  the state after the last token)."""
+    """(what all heads read, normalised and gated, (B, T, H V);  the state after the last token).
+
+    config, given: of a call that `takes` accepts. Where gradients are wanted, the whole of it is one step of autograd.
+    """
     given = Given(*(None if x is None else aligned(x) for x in given))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         y, memory, last = Mix.apply(config, *given)
@@ -85,7 +97,12 @@ def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
 
 
 class _Plans(NamedTuple):
-    """What every part of a plan needs: the numbers of the config, worked out once."""
+    """What every part of a plan needs: the numbers of the config, worked out once.
+
+    Attributes:
+        config: of the layer.
+        B, T: rows and tokens of the call.
+    """
 
     config: AttentionConfig
     B: int
@@ -100,6 +117,7 @@ class _Plans(NamedTuple):
 
     @property
     def whole(self):
+        """Whether every chunk of 64 tokens is full."""
         return self.T % 64 == 0
 
     @property
@@ -111,6 +129,7 @@ class _Plans(NamedTuple):
         return starts
 
     def grid(self, heads):
+        """Programs of a launch: blocks of BT tokens, heads, rows."""
         return -(-self.T // BT), heads, self.B
 
     def tile(self):
@@ -135,7 +154,16 @@ class _Plans(NamedTuple):
                 self.columns.get("gate", 0), GATES[c.gate], NORM_EPS)  # fmt: skip
 
     def prepare(self, plan, x):
-        """An Inputs of slots made of the projection; the slots as `kernels.ready` gives them; the last inputs."""
+        """Plan what comes before the memory: q, k, v and the rates from the projection, in one launch.
+
+        Args:
+            plan: to add the launch to.
+            x: a `Given` of slots.
+
+        Returns:
+            An Inputs of slots; the same slots as `kernels.ready` would give them, for the memory's own plan; and the
+            slot of the last inputs of the convolution, or None.
+        """
         c, (B, T) = self.config, x.p.shape[:2]
         empty = lambda width: plan.empty((B, T, c.heads, width), x.p.dtype)  # noqa: E731
         rates = lambda there: plan.empty((B, T, c.heads), torch.float32) if there else None  # noqa: E731
@@ -155,6 +183,7 @@ class _Plans(NamedTuple):
 
 
 def _key(which, config, tensors):
+    """What a plan is made for: pass, config, precision, device, shapes and dtypes."""
     found = [None if x is None else (x.shape, x.dtype) for x in tensors]
     return which, config, torch.get_float32_matmul_precision(), tensors[0].device, *found
 
@@ -175,6 +204,9 @@ def _forward(config, given, save):
 
 
 def _plan_forward(plan, config, save):
+    """Plan `prepare`, the memory's launches and `finish`; returns the slots of y, memory, last inputs and what is
+    saved.
+    """
     x = Given(*plan.inputs)
     how = _Plans(config, *x.p.shape[:2])
     inputs, slots, last = how.prepare(plan, x)
@@ -193,7 +225,10 @@ def _plan_forward(plan, config, save):
 
 
 def _backward(config, dy, dmemory, dlast, given, saved):
-    """Gradients in the order of Given."""
+    """Gradients in the order of Given, from those of y, of the memory and of the last inputs.
+
+    saved: what the forward pass kept beyond its inputs: what the heads read, and what the memory's backward needs.
+    """
     tensors = [aligned(dy), *(None if x is None else aligned(x) for x in (dmemory, dlast)), *given, *saved]
     key = _key("backward", config, tensors)
     plan = _plans.get(key)
@@ -206,10 +241,16 @@ def _backward(config, dy, dmemory, dlast, given, saved):
 
 
 def _plan_backward(plan, config):
+    """Plan the gradients: back through `finish`, the memory, `prepare` and the convolution, into the projection's
+    columns.
+
+    q, k, v and the rates are not kept: they are prepared again from the projection, which is cheaper than reading them.
+    """
     dy, dmemory, dlast, *rest = plan.inputs
     x, saved = Given(*rest[:GIVEN]), rest[GIVEN:]
     (B, T, columns), how = x.p.shape, _Plans(config, *x.p.shape[:2])
     numbers, rows = (T, columns, T * columns), B * -(-T // BT)
+    # One array takes the gradients of all sections of the projection, each launch its own columns.
     dp, do = plan.empty(x.p.shape, x.p.dtype), dy._replace(shape=(B, T, config.heads, config.value_width))
     inputs, slots, _ = how.prepare(plan, x)
     dnorm = None
@@ -227,6 +268,7 @@ def _plan_backward(plan, config):
     dq, dk, dv, dbeta, dlog_decay, _, dstate = kernels.add_backward(
         plan, do, dmemory, slots, saved, inputs, how.spec, how.whole
     )
+    # With a convolution the gradient of q, k and v stops before it; without, it goes into dp at once.
     dz = plan.empty((B, T, config.channels), x.p.dtype) if config.conv else dp
     ddecay = None if dlog_decay is None else plan.empty((2, config.heads), x.decay_log.dtype)
     parts = None if ddecay is None else plan.empty((rows, 2, config.heads), torch.float32)

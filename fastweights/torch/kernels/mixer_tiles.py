@@ -42,6 +42,7 @@ def _convolved(p, weight, before, b, t, c, inside, T, stride, batch_stride, W: t
 
 @triton.jit
 def _softplus(x):
+    """log(1 + exp(x)), without overflow."""
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
@@ -60,6 +61,14 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
     """q, k (B, T, H, K) mapped and normalised, v (B, T, H, V), beta and log_decay (B, T, H) of a projection p.
 
     last (B, W - 1, columns of q, k and v): the inputs that the next call's convolution needs.
+
+        p           (B, T, columns) with these strides;  weight (W, N) and before (B, W - 1, N), of the convolution, or
+        None decay_log, decay_bias (H,) or None
+        q, k, v, beta, log_decay, last: written, None where the layer has none
+        W           taps, 0 for none;  BD, BH: head width and heads rounded up to powers of two
+        AT_BETA, AT_DECAY: first columns of the rates in the projection;  KIND, NORM: of the features, as in features.py
+
+    The programs of a row of the grid are those of q, k and v, head by head, and one for the rates.
     """
     N: tl.constexpr = 2 * H * K + H * V
     b = tl.program_id(2).to(tl.int64)
@@ -73,6 +82,7 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
         value = _convolved(p, weight, before, b, t, first + d, inside, T, stride, batch_stride, W, N)
         row = (b * T + t) * H + head
         at = row[:, None] * width + d[None, :]
+        # Queries and keys: the map and its norm. Values: SiLU where they were convolved, as they are otherwise.
         if part < 2:
             phi = activate(value, inside, KIND)
             if NORM:
@@ -116,6 +126,12 @@ def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta
     """The gradient of what was convolved, dz, and those of the rates' columns, in dp (the projection's columns).
 
     parts (B, blocks of tokens, 2, H): sums over tokens of the gradients of decay_log and decay_bias.
+
+        dq, dk, dv, dbeta, dlog_decay: gradients of what `prepare` wrote, None where it wrote nothing
+        dz          (B, T, N), written: the gradient of the convolution's output, or dp itself without one
+        dp          (B, T, columns), the rates' columns written
+
+    The features are computed again from the projection: what they were is not kept.
     """
     N: tl.constexpr = 2 * H * K + H * V
     b = tl.program_id(2).to(tl.int64)
@@ -129,6 +145,7 @@ def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta
         value = _convolved(p, weight, before, b, t, first + d, inside, T, stride, batch_stride, W, N)
         row = (b * T + t) * H + head
         at = row[:, None] * width + d[None, :]
+        # Back through the norm and the map, or through SiLU.
         if part < 2:
             if part == 0:
                 g = tl.load(dq + at, mask=inside, other=0.0).to(tl.float32)
@@ -158,6 +175,7 @@ def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta
             raw += tl.load(decay_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
             rate = -tl.exp(tl.load(decay_log + h, mask=h < H, other=0.0).to(tl.float32))[None, :]
             grad = tl.load(dlog_decay + rates, mask=real, other=0.0).to(tl.float32) * rate
+            # log a = -exp(decay_log) softplus(raw): the slope in raw is a sigmoid, that in decay_log is log a itself.
             of_raw = grad * tl.sigmoid(raw)
             tl.store(target + AT_DECAY, of_raw.to(dp.dtype.element_ty), mask=real)
             spot = parts + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * H + h
@@ -171,6 +189,9 @@ def finish(o, p, weight, y, T, stride, batch_stride, H: tl.constexpr, V: tl.cons
     """y = o / sqrt(mean o^2 + eps) * weight * gate, for o and y (B, T, H, V).
 
     weight None: no norm.  GATE: 0 for none, 1 for SiLU, 2 for a sigmoid of the projection's columns from AT_GATE on.
+
+    One program: one head of BT tokens, a row of V numbers for each, held whole, so that the mean never leaves the
+    program.
     """
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -193,7 +214,11 @@ def finish(o, p, weight, y, T, stride, batch_stride, H: tl.constexpr, V: tl.cons
 def finish_backward(o, p, weight, dy, do, dp, parts, T, stride, batch_stride, H: tl.constexpr, V: tl.constexpr,
                     BT: tl.constexpr, BV: tl.constexpr, AT_GATE: tl.constexpr, GATE: tl.constexpr,
                     EPS: tl.constexpr):  # fmt: skip
-    """The gradient of o, that of the gate's columns in dp, and parts (B, blocks, H, V): sums of the weight's."""
+    """The gradient of o, that of the gate's columns in dp, and parts (B, blocks, H, V): sums of the weight's.
+
+    The program's tile is that of `finish`. With x = o / rms, g the gradient after the gate and w the weight, do =
+    (g w - x mean(g w x)) / rms; the gate's own gradient is dy x w times its slope.
+    """
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
