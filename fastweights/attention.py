@@ -228,18 +228,26 @@ def convolve(ops, weight, x, state, cu_seqlens, mask):
     Returns:
         y like x, and the last W - 1 inputs of each sequence, the next call's state.
     """
-    xp = ops.xp
     W, channels = weight.shape
-    B, T = ops.shape(x)[:2]
-    N = B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1
     own = getattr(ops.nn, "convolve", None)  # a framework may bring its own
-    if cu_seqlens is None and mask is None and own is not None:
-        return own(x, weight, state)
+    if mask is None and own is not None:
+        found = own(x, weight, state, cu_seqlens)
+        if found is not None:
+            return found
     if state is None:
-        state = ops.zeros((N, W - 1, channels), x)
+        rows = ops.shape(x)[0] if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1
+        state = ops.zeros((rows, W - 1, channels), x)
     if cu_seqlens is None and mask is None:
-        history = xp.concatenate([state, x], 1)
+        T, history = ops.shape(x)[1], ops.xp.concatenate([state, x], 1)
         return sum(weight[j] * history[:, j : j + T] for j in range(W)), history[:, T:]
+    return gathered(ops, weight, x, state, cu_seqlens, mask)
+
+
+def gathered(ops, weight, x, state, cu_seqlens, mask):
+    """`convolve` of packed or padded sequences by gathering, for every token, the tokens before it in its sequence."""
+    xp, (W, channels) = ops.xp, weight.shape
+    B, T = ops.shape(x)[:2]
+    N = ops.shape(state)[0]
     if cu_seqlens is None:
         index, last = _padded_index(ops, mask, T, W)
     else:

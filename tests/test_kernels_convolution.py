@@ -1,10 +1,12 @@
 """The short convolution's kernels against its plain form in float64; in Triton's interpreter where there is no GPU."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 
-from fastweights.torch.kernels import convolution
+from fastweights.torch.kernels import convolution, packed_convolution
 
 
 @elsewhere
@@ -86,3 +88,47 @@ def test_half_precision_sums_in_float32(dtype):
     assert (y.dtype, last.dtype) == (dtype, dtype)
     assert (y.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
     assert convolution.convolve(x.to(dtype), weight, None)[0].dtype == torch.float32  # as torch promotes
+
+
+CUT = torch.tensor([0, 3, 3, 4, 40, 45, 45])  # sequences of 3, 0, 1, 36, 5 and 0 tokens
+
+
+@runs
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("N, W, extra", [(130, 4, 8), (16, 2, 0)])
+def test_packed_sequences(N, W, extra, before):
+    """Each is convolved as if it stood alone, whether it is empty, shorter than the taps or longer than a block."""
+    x, weight, _ = problem(1, 45, N, W, False, extra)
+    given = x, weight, torch.randn(len(CUT) - 1, W - 1, N, device=DEVICE) if before else None
+    results = []
+    for run, dtype in ((packed_convolution.convolve, torch.float32), (apart, torch.float64)):
+        leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in given]
+        y, last = run(*leaves, CUT.to(DEVICE))
+        up, up_last = (torch.arange(o.numel(), dtype=dtype, device=DEVICE).view(o.shape).cos() for o in (y, last))
+        grads = torch.autograd.grad([y, last], [t for t in leaves if t is not None], [up, up_last])
+        results.append([y, last, *grads])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def apart(x, weight, before, cu):
+    """The plain form of one sequence after the other."""
+    found = [
+        convolution.plain(x[:, a:b], weight, None if before is None else before[n : n + 1])
+        for n, (a, b) in enumerate(pairwise(cu.tolist()))
+    ]
+    return torch.cat([y for y, _ in found], 1), torch.cat([last for _, last in found])
+
+
+@runs
+def test_packed_second_derivatives_and_operators():
+    x, weight, _ = problem(1, 45, 5, 3, False)
+    leaves = [t.requires_grad_() for t in (x, weight, torch.randn(len(CUT) - 1, 2, 5, device=DEVICE))]
+    cu, second = CUT.to(DEVICE), []
+    for run in (packed_convolution.convolve, apart):
+        once = torch.autograd.grad(run(*leaves, cu)[0].sin().sum(), leaves, create_graph=True)
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in once), leaves))
+    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(packed_convolution.convolve, fullgraph=True, backend="aot_eager")
+    both = [torch.autograd.grad(run(*leaves, cu)[0].sin().sum(), leaves) for run in (compiled, apart)]
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)

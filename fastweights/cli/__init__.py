@@ -35,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench host": bench.host,
     "bench fwl": bench.fwl,
     "bench lm": bench.lm,
+    "bench train": bench.train,
     "bench decode": bench.decode,
     "bench lab": bench.lab,
     "info": info.info,

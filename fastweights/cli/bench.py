@@ -331,6 +331,52 @@ def lm(
     _write(path, report.payload(device) | {"lm": bench_lm.payload(trainings, readings)})
 
 
+def train(
+    size: Annotated[
+        list[str] | None, typer.Option(help='Size to time: "0.9 M", "8 x 512" or "12 x 768"; repeatable.')
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Mixer of every block; repeatable. gated-delta and transformer when absent."),
+    ] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Output layer: linear or fwl; repeatable. Both when absent.")
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=3, help="Words of the vocabulary.")] = 257,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; the size's own when absent.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows per step; the size's own when absent.")] = None,
+    profile: Annotated[bool, typer.Option(help="Print what each part of a step costs.")] = True,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time FLA's DeltaNet too, whose first step tunes itself for minutes.")
+    ] = False,
+    device: On = Device.cpu,
+    repeats: Annotated[int | None, typer.Option(min=3, help="Steps per model; 9 when absent.")] = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time whole training steps: tokens per second, their share of the matrix peak, and what each part costs.
+
+    On a GPU steps are timed eager and compiled, and nothing is reported unless their losses agree.
+
+    For example: `fastweights bench train --device cuda --size "12 x 768"`
+    """
+    path = _start("bench train", device, "train", smoke, json)
+    from fastweights.bench import report
+    from fastweights.bench import train as bench_train
+
+    sizes = bench_train.SMOKE if smoke else bench_train.SIZES
+    if unknown := [each for each in size or () if each not in sizes]:
+        raise FastWeightError(f"--size is {unknown[0]!r}; expected one of {', '.join(map(repr, sizes))}")
+    rows = {name: value for name, value in (("length", length), ("batch", batch)) if value}
+    sizes = {name: settings | rows for name, settings in sizes.items() if not size or name in size}
+    asked = bench_train.cases(sizes, model or bench_train.MODELS, head or ("linear", "fwl"), device, peers)
+    with _agreeing(len(asked)) as advance:
+        steps = repeats or (3 if smoke else 9)
+        results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance)
+    bench_train.show(results, device, Console())
+    _write(path, report.payload(device) | {"train": bench_train.payload(results, vocab)})
+
+
 def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> None:
     """Count the tokens per second of a model of 16 blocks that writes many texts at once, on a GPU also as a graph.
 

@@ -28,7 +28,7 @@ def _field(name: str, heading: str) -> Any:
     heading: the panel of --help that it stands under.
     """
     field = FIELDS[name]
-    default = "" if field.default in ("", 0, 0.0, False) else f" [default: {field.default}]"
+    default = "" if field.default in ("", 0, 0.0, False, None) else f" [default: {field.default}]"
     flag = field.metadata["flag"] or "--" + name.replace("_", "-")
     return typer.Option(flag, help=field.metadata["help"] + default, show_default=False, rich_help_panel=heading)
 

@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ class Batches:
     length: int
     seed: int
     carried: bool
+    known: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)  # the epoch that was asked for last
 
     def __post_init__(self) -> None:
         if self.per_epoch < 1:
@@ -217,18 +219,24 @@ class Batches:
         """Whether documents are shuffled anew before this step, so that no memory can be carried into it."""
         return step % self.per_epoch == 0
 
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The order of documents, where each ends in it, and the order of windows unless they are carried."""
+        if epoch not in self.known:
+            rng = np.random.default_rng([self.seed, epoch])
+            order = rng.permutation(len(self.split))
+            shuffled = None if self.carried else rng.permutation(self.rows * self.per_epoch)
+            self.known.clear()
+            self.known[epoch] = order, np.cumsum(np.diff(self.split.at)[order]), shuffled
+        return self.known[epoch]
+
     def __getitem__(self, step: int) -> np.ndarray:
         epoch, within = divmod(step, self.per_epoch)
-        rng = np.random.default_rng([self.seed, epoch])
-        order = rng.permutation(len(self.split))
-        if self.carried:
+        order, ends, shuffled = self._epoch(epoch)
+        if shuffled is None:
             # Row r reads its own stretch of the corpus, window after window.
             windows = np.arange(self.rows) * self.per_epoch + within
         else:
-            shuffled = rng.permutation(self.rows * self.per_epoch)
             windows = shuffled[within * self.rows : (within + 1) * self.rows]
-        lengths = np.diff(self.split.at)[order]
-        ends = np.cumsum(lengths)
         return np.stack([self._window(int(w) * self.length, order, ends) for w in windows])
 
     def _window(self, at: int, order: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -241,3 +249,17 @@ class Batches:
             parts.append(part)
             at, missing, i = at + len(part), missing - len(part), i + 1
         return np.concatenate(parts)
+
+
+class Ahead:
+    """make(step), made in another thread while the step before is under way."""
+
+    def __init__(self, make: Callable[[int], Any]):
+        self.make, self.pool = make, ThreadPoolExecutor(1, "batches")
+        self.next: tuple[int, Future] | None = None
+
+    def __call__(self, step: int) -> Any:
+        here = self.next is not None and self.next[0] == step
+        found = self.next[1].result() if self.next is not None and here else self.make(step)
+        self.next = step + 1, self.pool.submit(self.make, step + 1)
+        return found

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
+from fastweights.lm.decoding import Decoder
 from fastweights.lm.evaluation import carried
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
@@ -42,14 +43,23 @@ class Sampling:
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """One token for logits (V,), with this source of chance."""
+        return int(self.pick(logits[None], torch.rand(1, generator=generator).to(logits.device)))
+
+    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """Tokens (B,) for logits (B, V) and noise (B,), uniform in [0, 1), which falls on one of them."""
         if self.temperature == 0:
-            return int(logits.argmax())
-        ordered, order = (logits.float().cpu() / self.temperature).sort(descending=True)
-        if self.top_k:
-            ordered, order = ordered[: self.top_k], order[: self.top_k]
-        p = ordered.softmax(-1)
-        p = torch.where(p.cumsum(-1) - p < self.top_p, p, 0.0)  # the likeliest always stays
-        return int(order[torch.multinomial(p, 1, generator=generator)])
+            return logits.argmax(-1)
+        logits, order = logits.float() / self.temperature, None
+        if self.top_k or self.top_p < 1:
+            logits, order = logits.sort(descending=True)
+            logits = logits[:, : self.top_k] if self.top_k else logits
+        p = logits.softmax(-1)
+        if order is not None and self.top_p < 1:
+            p = torch.where(p.cumsum(-1) - p < self.top_p, p, 0.0)  # the likeliest always stays
+        total = p.cumsum(-1)
+        found = torch.searchsorted(total, noise[:, None].to(total) * total[:, -1:], right=True)
+        found = found.clamp(max=p.shape[-1] - 1)  # noise that rounds up to 1
+        return (found if order is None else order.gather(1, found))[:, 0]
 
 
 def read_into(
@@ -107,19 +117,32 @@ def generate(
     how = how or Sampling()
     model.eval()
     state = model._take(memory).state
-    generator = torch.Generator().manual_seed(how.seed)
-    token = memory.last
-    for _ in range(tokens):
-        now = torch.tensor([[token]], device=model.embedding.weight.device)
-        with recorded(model.norm) as seen:
-            logits, state = model.step(now[0], state, learn=learn)
-        if cache is not None:
-            mixed, cached = cache.answer(seen[-1], now, logits[:, None], cached)
-            logits = mixed[:, 0]
-        token = how.draw(logits[0], generator)
+    noise = torch.rand(tokens, 1, generator=torch.Generator().manual_seed(how.seed)).to(model.embedding.weight.device)
+    token = torch.tensor([memory.last], device=noise.device)
+    if cache is not None:
+        yield from _with_cache(model, state, token, noise, how, learn, cache, cached)
+        return
+    decoder, found = Decoder(model, state, token, how.pick, learn=learn), None
+    for i in range(tokens):
+        found = decoder(noise[i]) if found is None else found
+        following = decoder(noise[i + 1]) if decoder.captured and i + 1 < tokens else None  # queued before we wait
+        token = int(found)
         if token == model.vocab - 1:  # the start of another document
             return
         yield token
+        found = following
+
+
+def _with_cache(model, state, token, noise, how, learn, cache, cached):
+    """`generate` with a neural cache mixed in."""
+    for u in noise:
+        with recorded(model.norm) as seen:
+            logits, state = model.step(token, state, learn=learn)
+        mixed, cached = cache.answer(seen[-1], token[None], logits[:, None], cached)
+        token = how.pick(mixed[:, 0], u)
+        if int(token) == model.vocab - 1:
+            return
+        yield int(token)
 
 
 def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Iterator[str]:

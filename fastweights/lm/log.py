@@ -4,7 +4,9 @@ import json
 import math
 import os
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -14,6 +16,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fastweights.core import FastWeightError
 from fastweights.files import write_text
+
+
+class Clock:
+    """Tokens per second of training alone, and the share of the matrix peak that they are.
+
+    tokens: of a step;  flop: per token;  peak: FLOP per second of the devices.
+    """
+
+    def __init__(self, tokens: int, flop: float, peak: float):
+        self.tokens, self.share, self.steps, self.since = tokens, flop / peak, 0, time.perf_counter()
+
+    def count(self) -> None:
+        self.steps += 1
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Validation and saving take no time."""
+        at = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - at
+
+    def values(self) -> dict[str, float]:
+        speed = self.steps * self.tokens / max(1e-9, time.perf_counter() - self.since)
+        return dict(tokens_per_second=speed, share_of_peak=speed * self.share)
 
 
 class Log:
@@ -71,16 +97,20 @@ class Log:
         """Bits per byte for nats per token."""
         return loss / math.log(2) / self.bytes_per_token
 
-    def step(self, step: int, done: float, loss: float, speed: float) -> None:
+    def say(self, line: str) -> None:
+        """A line on the screen, as it is."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, done: float, loss: float, speed: dict[str, float]) -> None:
         """Move the progress bar.
 
         Args:
             step: just done.
             done: the share of the run behind us, by steps or by time.
             loss: per token, in nats.
-            speed: tokens per second.
+            speed: what `Clock.values` says.
         """
-        text = f"loss {loss:.3f}  {self.bits(loss):.3f} bits/byte  {speed:,.0f} tokens/s"
+        text = f"loss {loss:.3f}  {self.bits(loss):.3f} bits/byte  {_speed(speed)}"
         total = max(step, round(step / done)) if done else None
         self.progress.update(self.task, completed=step, total=total, description=text)
 
@@ -94,18 +124,21 @@ class Log:
             self.file.flush()
             if self.board is not None:
                 for name, x in values.items():
-                    if name != "step":
+                    if name != "step" and not isinstance(x, str):
                         self.board.add_scalar(name, x, values["step"])
         except OSError as error:
             raise FastWeightError(
                 f"cannot write {self.path}: {error.strerror}; the last checkpoint is intact, --resume goes on from it"
             ) from None
         if "valid_bits_per_byte" in values:
-            self.console.print(
+            self.say(
                 f"step {values['step']:>6}   train {values['bits_per_byte']:.3f}   valid "
-                f"{values['valid_bits_per_byte']:.3f} bits/byte   {values['tokens_per_second']:,.0f} tokens/s",
-                highlight=False,
+                f"{values['valid_bits_per_byte']:.3f} bits/byte   {_speed(values)}"
             )
+
+
+def _speed(values: dict[str, Any]) -> str:
+    return f"{values['tokens_per_second']:,.0f} tokens/s, {100 * values['share_of_peak']:.1f} % of matrix peak"
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
 from fastweights.lm import checkpoints, log
-from fastweights.lm.data import Batches, Corpus, prepare, prepare_again
+from fastweights.lm.data import Ahead, Batches, Corpus, prepare, prepare_again
 from fastweights.lm.parallel import Ranks, restarted, said_when_others_are_lost
 from fastweights.models import run_folder
+from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.models.mixers import Pieces
-from fastweights.torch.devices import pick_device
+from fastweights.torch.devices import copied, matrix_peak, pick_device
 from fastweights.torch.tree import map_tensors
 
 VALID_TOKENS = 32_768
 START: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
+AHEAD = 1  # steps that are queued on the device before the loss of an earlier one is waited for
 SLOW_SHARE = 0.5  # of the loss of a Fast Weight Layer that has learned nothing in the loss that is trained
 
 
@@ -179,61 +181,90 @@ class Trainer:
         rows = config.batch * config.accumulate * ranks.world
         self.batches = Batches(corpus.splits["train"], rows, config.length, config.seed, config.context == "carried")
         self.empty = model.init_state(config.batch)
-        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and ranks.device != "cpu")
-        self.autocast = torch.autocast(ranks.device.partition(":")[0], torch.bfloat16, enabled=bf16)
+        self.bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and ranks.device != "cpu")
+        self.autocast = torch.autocast(ranks.device.partition(":")[0], torch.bfloat16, enabled=self.bf16)
+        self.how = decide(config, ranks.device)
+        self.ahead = Ahead(self.prepared) if ranks.device.startswith("cuda") else self.prepared
+
+    def start(self, resume: bool = False) -> tuple[list[State], dict[str, Any]]:
+        """Make ready what a step needs; the carried states and the position to go on from."""
+        c = self.config
+        states, at, known = checkpoints.restore(self.run, self.model, self.ranks) if resume else ([], START, {})
+        if not resume:
+            self.start_steps()
+        if self.how.compiled:
+            compile_blocks(self.model)
+        self.objective = self.ranks.wrap(Objective(self.model))
+        self.optimizer = make_optimizer(self.model, c)
+        if resume:
+            checkpoints.restore_optimizer(known, self.optimizer)
+        return states, at
 
     def go(self, resume: bool, console: Console | None) -> None:
         """Train until the steps or minutes are over, or until someone interrupts; checkpoints are written on the
         way.
         """
         c, ranks = self.config, self.ranks
-        states, at, known = checkpoints.restore(self.run, self.model, ranks) if resume else ([], START, {})
-        if not resume:
-            self.start_steps()
-        if c.compile:
-            for block in self.model.blocks:
-                block.compile()
-        self.objective = ranks.wrap(Objective(self.model))
-        self.optimizer = make_optimizer(self.model, c)
-        if resume:
-            checkpoints.restore_optimizer(known, self.optimizer)
+        states, at = self.start(resume)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
         lines = log.Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
-        tokens_per_step = len(self.batches[0]) * c.length
-        done, busy, trained = self.done(step, before), 0.0, 0  # seconds and steps of training alone
+        lines.say(f"On {self.machine()}: blocks {self.how}")
+        clock = log.Clock(len(self.batches[0]) * c.length, self.flop_per_token(), ranks.world * self.peak())
+        done, waiting = self.done(step, before), list[tuple[int, Tensor]]()
         with lines, interruptible() as signals:
             # `done` is the share of the run behind us: all processes go by the first one's clock.
             while done < 1:
-                started = time.perf_counter()
                 loss, states = self.step(step, share_of_rate(c, step, done), states)
-                busy, trained, step = busy + time.perf_counter() - started, trained + 1, step + 1
+                step = step + 1
+                clock.count()
                 seconds = before + time.perf_counter() - began
                 done, stopped = ranks.sum(self.done(step, seconds) if ranks.first else 0.0, len(signals))
-                speed = trained * tokens_per_step / busy
-                lines.step(step, done, loss, speed)
-                if not math.isfinite(loss):
-                    raise FastWeightError(
-                        f"the loss is {loss} at step {step}; expected a number: try a smaller --lr, and "
-                        "fastweights.debug(model) to learn which layer met it first"
-                    )
-                values: dict[str, Any] = dict(step=step, loss=loss, bits_per_byte=lines.bits(loss))
+                waiting.append((step, loss))
                 # Validate and save now and then, at the end, and when someone wants to stop.
                 pause = step % c.eval_every == 0 or done >= 1 or stopped
-                if pause:
+                while len(waiting) > (0 if pause else AHEAD):
+                    values = self.report(lines, *waiting.pop(0), done, clock)
+                    if waiting or not pause:
+                        lines.point(**values)
+                if not pause:
+                    continue
+                with clock.stopped():
                     valid = self.validate()
-                    values |= dict(valid_loss=valid, valid_bits_per_byte=lines.bits(valid), tokens_per_second=speed)
-                    values |= self.step_sizes()
-                lines.point(**values)
-                if pause:
+                    values |= dict(valid_loss=valid, valid_bits_per_byte=lines.bits(valid))
+                    lines.point(**values | clock.values() | self.step_sizes() | dict(ran=self.how.name))
                     if valid < best:
                         checkpoints.save_best(self.run, self.model, step, ranks)
                     best = min(best, valid)
                     about = dict(step=step, seconds=seconds, best=best)
                     checkpoints.save_last(self.run, self.model, self.optimizer, states, about, ranks)
                 if stopped and done < 1:
-                    line = f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume"
-                    lines.console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    lines.say(f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume")
                     return
+
+    def report(self, lines: log.Log, step: int, loss: Tensor, done: float, clock: log.Clock) -> dict[str, Any]:
+        """What is logged of a step, whose loss is waited for."""
+        mean = self.ranks.sum(float(loss))[0]
+        lines.step(step, done, mean, clock.values())
+        if not math.isfinite(mean):
+            raise FastWeightError(
+                f"the loss is {mean} at step {step}; expected a number: try a smaller --lr, and "
+                "fastweights.debug(model) to learn which layer met it first"
+            )
+        return dict(step=step, loss=mean, bits_per_byte=lines.bits(mean))
+
+    def machine(self) -> str:
+        """The device and the dtype of the products, to log."""
+        device = self.ranks.device
+        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+        return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
+
+    def flop_per_token(self) -> int:
+        """Of a training step: 6 per parameter that is trained. The memory's own arithmetic is not counted."""
+        return 6 * sum(p.numel() for p in self.model.parameters())
+
+    def peak(self) -> float:
+        """FLOP per second of a large product in the dtype of the run."""
+        return matrix_peak(self.ranks.device, torch.bfloat16 if self.bf16 else torch.float32)
 
     def start_steps(self) -> None:
         """The first steps of a refreshed Fast Weight Layer, from the first batch; the same in every process."""
@@ -255,8 +286,22 @@ class Trainer:
         c = self.config
         return max(step / c.steps, seconds / 60 / c.minutes if c.minutes else 0.0)
 
-    def step(self, step: int, rate: float, states: list[State]) -> tuple[float, list[State]]:
-        """One step of the optimiser: the loss per token before it, and the states to carry on.
+    def prepared(self, step: int) -> tuple[float, list]:
+        """The tokens of a step that are labels, in all processes, and this process's batches, still on the CPU."""
+        c, ranks = self.config, self.ranks
+        rows = self.batches[step]
+        weight = float((rows[:, 1:] != self.model.vocab - 1).sum())
+        forget = np.random.default_rng([c.seed, step]).random(len(rows)) < c.forget
+        parts = []
+        for i in range(c.accumulate):
+            at = (i * ranks.world + ranks.rank) * c.batch
+            parts.append((rows[at : at + c.batch], forget[at : at + c.batch]))
+        return weight, parts
+
+    def step(self, step: int, rate: float, states: list[State]) -> tuple[Tensor, list[State]]:
+        """One step of the optimiser: this process's part of the loss per token before it, and the states to carry on.
+
+        Nothing in it waits for the device.
 
         Args:
             step: its number, which decides the batch, dropout and which rows forget.
@@ -266,29 +311,25 @@ class Trainer:
         c, ranks = self.config, self.ranks
         torch.manual_seed((c.seed * 1_000_003 + step) * ranks.world + ranks.rank)  # dropout
         self.model.train()
-        rows = self.batches[step]
-        weight = float((rows[:, 1:] != self.model.vocab - 1).sum())
+        weight, parts = self.ahead(step)
         # Memory is carried from step to step, unless documents were shuffled anew or windows are read by themselves.
         if c.context == "packed" or self.batches.starts_epoch(step) or not states:
             states = [self.empty] * c.accumulate
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * rate
         self.optimizer.zero_grad(set_to_none=True)
-        total, after = 0.0, list[State]()
-        forget = np.random.default_rng([c.seed, step]).random(len(rows)) < c.forget
+        total, after = torch.zeros((), dtype=torch.float64, device=ranks.device), list[State]()
         # Accumulated batches: gradients add up, each with its own carried memory.
-        for i, state in enumerate(states):
-            at = (i * ranks.world + ranks.rank) * c.batch
-            mine = slice(at, at + c.batch)
-            batch = to_batch(rows[mine], self.model.vocab - 1, ranks.device, forget[mine])
+        for (rows, forget), state in zip(parts, states, strict=True):
+            batch = to_batch(rows, self.model.vocab - 1, ranks.device, forget, even=self.how.compiled)
             with self.autocast:
                 trained, loss, state = self.objective(*batch[:3], state, batch[3])
             (trained * (ranks.world / weight)).backward()  # processes are averaged
-            total, after = total + float(loss), [*after, state]
+            total, after = total + loss, [*after, state]
         if c.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         self.optimizer.step()
-        return ranks.sum(total)[0] / weight, after
+        return total / weight, after
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -307,7 +348,9 @@ class Trainer:
         return total / max(1.0, weight)
 
 
-def to_batch(rows: np.ndarray, start: int, device: str, forget: Any = False) -> tuple[Tensor, Tensor, Tensor, Pieces]:
+def to_batch(
+    rows: np.ndarray, start: int, device: str, forget: Any = False, *, even: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Pieces]:
     """tokens, labels, weights (B, T) and pieces of rows (B, T + 1); a document's start is never a label.
 
     Args:
@@ -315,12 +358,14 @@ def to_batch(rows: np.ndarray, start: int, device: str, forget: Any = False) -> 
         start: the token that starts a document.
         device: to put them on.
         forget: (B,) where a row starts with an empty memory, document or not.
+        even: for compiled blocks.
     """
     tokens, labels = rows[:, :-1], rows[:, 1:]
     starts = tokens == start
     starts[:, 0] |= forget
-    to = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)  # noqa: E731
-    return to(tokens), to(labels), to((labels != start).astype(np.float32)), Pieces.of(starts, device)
+    to = lambda x: copied(torch.from_numpy(np.ascontiguousarray(x)), device)  # noqa: E731
+    pieces = Pieces.of(starts, device, even=even)
+    return to(tokens), to(labels), to((labels != start).astype(np.float32)), pieces
 
 
 @contextmanager

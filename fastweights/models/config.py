@@ -118,7 +118,9 @@ class Config:
     # Where, and how products are made.
     device: str = _of("auto", "Device to train on: auto, cpu or cuda.")
     dtype: str = _of("auto", "Dtype of the products: auto (bfloat16 on a GPU), float32 or bfloat16.")
-    compile: bool = _of(False, "Compile the blocks with torch.compile.")
+    compile: bool | None = _of(
+        None, "Compile the blocks with torch.compile; when absent, on a GPU.", "--compile/--no-compile"
+    )
     checkpointing: bool = _of(False, "Recompute blocks in the backward pass to save memory.")
     parallel: str = _of("none", "How the processes of torchrun share the work: ddp or fsdp.")
     patience: float = _of(30.0, "Minutes that a process waits for the others before it gives them up as lost.")

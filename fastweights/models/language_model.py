@@ -124,6 +124,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config, self.vocab = config, vocab
         self.tokenizer: Any = None
+        self.compiled: Any = None  # how `fastweights.models.compiled` runs a block in training
         self.embedding = nn.Embedding(vocab, config.dim)
         nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
         self.blocks = nn.ModuleList(Block(config, name) for name in config.mixers)
@@ -155,11 +156,14 @@ class LanguageModel(nn.Module):
         """
         blocks = [None] * len(self.blocks) if state is None else state.blocks
         x, after = self.embedding(tokens), []
+        compiled = self.compiled is not None and pieces is not None and pieces.even is not None
+        run = self.compiled if compiled else Block.__call__
+        pieces = pieces.even if compiled and pieces is not None else pieces
         for block, memory in zip(self.blocks, blocks, strict=True):
             if self.config.checkpointing and self.training:
-                x, memory = checkpoint(block, x, memory, pieces, use_reentrant=False)
+                x, memory = checkpoint(run, block, x, memory, pieces, use_reentrant=False)
             else:
-                x, memory = block(x, memory, pieces)
+                x, memory = run(block, x, memory, pieces)
             after.append(memory)
         return self.norm(x), after
 
@@ -222,17 +226,20 @@ class LanguageModel(nn.Module):
         return logits, State(blocks, None if state is None else state.fast)
 
     @torch.no_grad()
-    def step(self, token: Tensor, state: State, *, learn: bool = True) -> tuple[Tensor, State]:
+    def step(
+        self, token: Tensor, state: State, *, learn: bool = True, full: bool | None = None
+    ) -> tuple[Tensor, State]:
         """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax.
 
         A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is.
+        full: as for `FWLBlock.step`.
         """
         x, blocks = self(token[:, None], state)
         if self.fast is None:
             return (x @ self.embedding.weight.mT)[:, 0], State(blocks, None)
         if not learn:
             return self.fast.slow_logits(x)[:, 0], State(blocks, state.fast)
-        logits, fast = self.fast.step(x[:, 0], token, state.fast)  # token is the label that was waited for
+        logits, fast = self.fast.step(x[:, 0], token, state.fast, full=full)  # token is the label that was waited for
         return logits, State(blocks, fast)
 
     @torch.no_grad()

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from fastweights.attention import AttentionState
 from fastweights.attention_config import preset_arguments
 from fastweights.core import FastWeightError
+from fastweights.torch.devices import copied
 from fastweights.torch.nn import FastWeightAttention
+from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
 
 
@@ -27,6 +29,7 @@ class Pieces(NamedTuple):
         first, last: (B,), each row's first and last piece.
         keep: (B,), 1 where the row goes on with the document before it.
         whole: no row is cut.
+        even: the same with empty pieces at the end, so that N is nearly always the same, for compiled blocks.
 
     Examples:
         >>> pieces = Pieces.of(np.array([[0, 0, 1, 0], [1, 0, 0, 0]], bool))
@@ -40,9 +43,10 @@ class Pieces(NamedTuple):
     last: Tensor
     keep: Tensor
     whole: bool
+    even: Any = None
 
     @classmethod
-    def of(cls, starts: np.ndarray, device: Any = None) -> "Pieces":
+    def of(cls, starts: np.ndarray, device: Any = None, *, even: bool = False) -> "Pieces":
         """From starts (B, T), NumPy, True where a document starts; tables go to `device`."""
         B, T = starts.shape
         cut = starts.copy()
@@ -50,9 +54,14 @@ class Pieces(NamedTuple):
         begin = np.flatnonzero(cut.ravel())
         first = np.searchsorted(begin, np.arange(B) * T)
         last = np.r_[first[1:], len(begin)] - 1
-        to = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)  # noqa: E731
+        to = lambda x: copied(torch.from_numpy(np.ascontiguousarray(x)), device)  # noqa: E731
         keep = (~starts[:, 0]).astype(np.float32)
-        return cls(to(starts), to(np.r_[begin, B * T]), to(first), to(last), to(keep), len(begin) == B)
+        pieces = cls(to(starts), _offsets(begin, B * T, device), to(first), to(last), to(keep), len(begin) == B)
+        if not even:
+            return pieces
+        room = B * max(2, -(-len(begin) // B))
+        filled = np.r_[begin, [B * T] * (room - len(begin))]
+        return pieces._replace(even=pieces._replace(cu_seqlens=_offsets(filled, B * T, device), whole=False))
 
     def kept(self, rows: Tensor) -> Tensor:
         """What a row carries, nothing where a document starts at its first token."""
@@ -81,6 +90,14 @@ class Pieces(NamedTuple):
     def together(self, pieces: Tensor) -> Tensor:
         """(N, longest piece, ...) -> (B, T, ...): `apart` undone."""
         return pieces[self.real].view(*self.starts.shape, *pieces.shape[2:])
+
+
+def _offsets(begin, total, device):
+    """cu_seqlens on the device; who asks for them on the host need not wait for it."""
+    offsets = np.r_[begin, total]
+    found = copied(torch.from_numpy(offsets), device)
+    know_offsets(found, offsets.tolist())
+    return found
 
 
 class FastWeightMixer(nn.Module):

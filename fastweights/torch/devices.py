@@ -1,10 +1,14 @@
 """The device to run on, and how much of its memory is in use."""
 
 import ctypes
+import math
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +25,31 @@ def pick_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise FastWeightError("device is 'cuda'; PyTorch finds no GPU here")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def copied(x: torch.Tensor, device: Any) -> torch.Tensor:
+    """x, which is on the CPU, on a device; the host does not wait for the copy."""
+    if device is None or torch.device(device).type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def matrix_peak(device: str, dtype: torch.dtype) -> float:
+    """FLOP per second of a large matrix product here: the most that training could reach."""
+    size, repeats = (8192, 10) if device.startswith("cuda") else (768, 3)
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    best = math.inf
+    for _ in range(3):
+        wait()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
+        wait()
+        best = min(best, (time.perf_counter() - started) / repeats)
+    return 2 * size**3 / best
 
 
 def watch_memory(device: torch.device) -> Callable[[], int | None]:

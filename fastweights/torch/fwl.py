@@ -13,7 +13,7 @@ from fastweights.core import FastWeightError
 from fastweights.fwl import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
 from fastweights.refresh import RefreshState, check_state, labelled
-from fastweights.torch import fwl_loss, refresh
+from fastweights.torch import fwl_loss, held, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.tracing import is_watched
@@ -258,7 +258,13 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                         zeros(1, 1, 2 * c.size), zeros(inputs, dtype=like.dtype), zeros())  # fmt: skip
 
     def step(
-        self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
+        self,
+        x: Tensor,
+        previous_label: Tensor | None,
+        state: Any,
+        weight: Tensor | None = None,
+        *,
+        full: bool | None = None,
     ) -> tuple[Tensor, Any]:
         """Logits (B, V) and the state for the next token x (B, D): a stream, token by token.
 
@@ -269,6 +275,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             previous_label: (B,) label of the token before x, learned from now; None at the first token.
             state: what the last call returned, or `init_state(B)`.
             weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
+            full: of a refreshed block, whether as many tokens wait in the state as it is refreshed after, in every row
+                (True) or in none (False); when absent the state is looked at, which on a GPU waits for it.
 
         Examples:
             >>> block = FWLBlock(8, vocab_size=20, inputs=8, normalizer=16.0)
@@ -282,7 +290,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                                   "a stream does not know how many tokens will follow")  # fmt: skip
         self._check_state(state, x.shape[0])
         if self.config.refresh is not None:
-            return self._refreshed_step(x, previous_label, state, weight)
+            return self._refreshed_step(x, previous_label, state, weight, full)
         if previous_label is None:
             previous_label = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
             weight = torch.zeros_like(state.waiting)
@@ -323,11 +331,19 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         steps = self.steps.detach().exp() if self.config.log_steps else self.steps.detach()
         return dict(zip(fwl.STEPS, steps.tolist(), strict=True))
 
-    def _refreshed_step(self, x, previous_label, state, weight):
+    def _refreshed_step(self, x, previous_label, state, weight, full):
         """`step` of a refreshed block: x joins the tokens that wait, and a full chunk of them is learned."""
         if previous_label is not None:
             weight = torch.ones_like(previous_label) if weight is None else weight
             state = labelled(self.config, OPS, state, previous_label, weight)
+        plain = self.config.within == "held" and not (torch.is_grad_enabled() or is_watched())
+        if plain and not torch.is_autocast_enabled(x.device.type):
+            counts = {self.config.refresh if full else 0} if full is not None else set(state.waiting.tolist())
+            if len(counts) == 1:
+                p = self._weights()
+                full = counts == {self.config.refresh}
+                n, state = held.step(self.config, p, x.to(self.scale.dtype), state, full=full)
+                return torch.addmm(p["unembed_bias"], n, p["unembed"]), state
         unknown = x.new_zeros(len(x), 1)
         out = refresh.run(self.config, OPS, self._weights(), x[:, None], unknown.long(), unknown, state, fresh=False,
                           slow=False, score=False)  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.checks import debugging
-from fastweights.torch.tracing import has_modes, is_watched
+from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
 __all__ = ["convolve", "depthwise", "mix_heads", "relu", "rms_norm", "sigmoid", "silu", "softplus", "unit"]
@@ -117,12 +117,17 @@ def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x * weight).sum(1, keepdim=True) if T == 1 else Depthwise.apply(x, weight)
 
 
-def convolve(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None, cu_seqlens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`depthwise` of x (B, T, channels) after the W - 1 inputs `before` it, zeros when absent, and the last W - 1.
 
-    Those are a copy where they are less than half: a state that is kept must not keep all of x.
+    Those are a copy where they are less than half: a state that is kept must not keep all of x.  None for packed
+    sequences where there is no kernel.
     """
     W, T = len(weight), x.shape[1]
+    if cu_seqlens is not None:
+        return _packed(x, weight, before, cu_seqlens)
     if x.is_cuda and HAS_TRITON and not is_watched():
         from fastweights.torch.kernels import convolution
 
@@ -148,3 +153,13 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
     names = ("conv", "decay_log", "decay_bias", "out_norm")
     given = mixer.Given(p, *(getattr(layer, name, None) for name in names), memory, before)
     return mixer.mix(config, given) if mixer.takes(config, given) else None
+
+
+def _packed(x, weight, before, cu_seqlens):
+    if not (x.is_cuda and HAS_TRITON) or is_transformed():
+        return None
+    from fastweights.torch.kernels import packed_convolution
+
+    if not packed_convolution.takes(x, weight) or len(weight) < 2:
+        return None
+    return packed_convolution.convolve(x, weight, before, cu_seqlens)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl import FWLConfig
+from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, watching
 
 GROUP = 16  # chunks of one CUDA graph
@@ -86,6 +87,48 @@ def read(
     change = [w - t for w, t in zip(weights, trained, strict=True)]
     pairs = torch.cat(change[:2], 1), torch.cat(change[2:4], 1), torch.cat(change[4:], 2)
     return outputs, (pairs[0][:, None], pairs[1][:, None], pairs[2][:, None])
+
+
+def step(
+    config: FWLConfig, p: dict[str, Tensor], x: Tensor, state: RefreshState, *, full: bool
+) -> tuple[Tensor, RefreshState]:  # fmt: skip
+    """Features (B, size) of one new token x (B, D) of each sequence, and the state.
+
+    full: whether C tokens wait in every sequence, which are then learned first; else fewer do. Which place the new
+    token takes is read from the state on the device, so that two CUDA graphs, one of each kind, make any stream.
+    """
+    C, learned = config.refresh, state[:3]
+    assert C is not None
+    rest = state[3:6]
+    if full:
+        dtype = x.dtype
+        words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], dtype)
+        whole = Whole(0, len(x), 0, C, True)
+        _, learned = read(config, p, learned, rest, [whole], words, c, score=False)
+        rest = tuple(torch.zeros_like(y) for y in rest)
+    W = Weights(*(p[name] for name in Weights._fields))
+    S = [y[:, 0] for y in learned]
+    one = torch.ones_like(x[:, :1])
+    h = torch.addmm(W.bias1, x, W.dense1) + torch.bmm(torch.cat([x, one], 1)[:, None], S[0].to(x.dtype))[:, 0]
+    a = h.relu_().square_()
+    y = torch.addmm(W.bias2, a, W.dense2) + torch.bmm(torch.cat([a, one], 1)[:, None], S[1].to(x.dtype))[:, 0]
+    scale, shift = S[2][:, 0].to(x.dtype).chunk(2, 1)
+    xhat = torch.nn.functional.layer_norm(y, (config.size,), eps=config.eps)
+    n = torch.addcmul(W.shift + shift, xhat, W.scale + scale)
+    held = 0 * state.waiting if full else state.waiting
+    new = torch.arange(C, device=x.device) == held[:, None]
+    pending = torch.where(new[..., None], x[:, None].to(rest[0].dtype), rest[0])
+    return n, RefreshState(learned[0], learned[1], learned[2], pending, rest[1], rest[2], held + 1)
+
+
+class Whole(NamedTuple):
+    """A chunk that is read by `read`: rows a to b, tokens c to d."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+    close: bool
 
 
 def losses(

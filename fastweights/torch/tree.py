@@ -18,14 +18,14 @@ def map_tensors(f: Callable[[torch.Tensor], Any], state: Any) -> Any:
     """
     if isinstance(state, torch.Tensor):
         return f(state)
-    if is_dataclass(state) and not isinstance(state, type):
-        return replace(state, **{field.name: map_tensors(f, getattr(state, field.name)) for field in fields(state)})
+    if isinstance(state, (tuple, list)):
+        parts = [map_tensors(f, x) for x in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
     if isinstance(state, dict):
         return {name: map_tensors(f, x) for name, x in state.items()}
-    if not isinstance(state, (tuple, list)):
-        return state
-    parts = [map_tensors(f, x) for x in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    if state is not None and is_dataclass(state) and not isinstance(state, type):
+        return replace(state, **{field.name: map_tensors(f, getattr(state, field.name)) for field in fields(state)})
+    return state
 
 
 def flatten(state: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 
+from fastweights.torch.devices import copied
 from fastweights.torch.kernels.plan import Slot
 from fastweights.torch.packing import Sequences, remember
 
@@ -107,7 +108,7 @@ def pack(cu_seqlens, T, every):
         first_span, _, of_span = sequences.cut(C * every)
         of_sequence = torch.stack([*sequences, first_row, first_span], 1)
         with torch.inference_mode(False):
-            tables = tuple(x.to(cu_seqlens.device, non_blocking=True) for x in (of_sequence, of_row, of_span))
+            tables = tuple(copied(x, cu_seqlens.device) for x in (of_sequence, of_row, of_span))
         return tables, not (sequences.length % C).any().item()
 
     return remember(cu_seqlens, ("tables", T, every), make)

@@ -1,0 +1,150 @@
+"""Where the time of a training step goes, by parts of the model, from PyTorch's profiler.
+
+Modules mark their forward pass while the profiler looks on; what autograd does later is counted where the operation
+that it differentiates was. A compiled block is one piece to the profiler: its products, its fused kernels and its
+memory are told apart, its modules are not.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from fastweights import attention
+from fastweights.models.language_model import FeedForward, LanguageModel
+from fastweights.models.mixers import FastWeightMixer
+from fastweights.torch import nn as layers
+
+PRODUCTS, MEMORY, CONV, NORMS, FF = "projections", "memory", "convolution", "norms and gates", "feed-forward"
+HEAD, OPTIMISER, HOST = "head and loss", "optimiser", "host"
+FUSED, BOTH = "fused kernels (compiled)", "projections and feed-forward (compiled)"
+PARTS = (PRODUCTS, MEMORY, CONV, NORMS, FF, BOTH, FUSED, HEAD, OPTIMISER, HOST)
+MARK = "part: "
+BACKWARD = "autograd::engine::evaluate_function"
+
+
+def _named(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call under the name of its part."""
+
+    def marked(*arguments: Any, **how: Any) -> Any:
+        with record_function(MARK + part):
+            return call(*arguments, **how)
+
+    return marked
+
+
+@contextmanager
+def marked(model: LanguageModel) -> Iterator[None]:
+    """While it lasts, the parts of the model say to the profiler which they are."""
+    open_marks: list[record_function] = []
+    handles: list[Any] = []
+
+    def mark(module: nn.Module, part: str) -> None:
+        def enter(*_: Any) -> None:
+            open_marks.append(record_function(MARK + part))
+            open_marks[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            open_marks.pop().__exit__(None, None, None)
+
+        handles.extend([module.register_forward_pre_hook(enter), module.register_forward_hook(leave)])
+
+    ops, convolve = layers.OPS, attention.convolve
+    if model.compiled is None:
+        for block in model.blocks:
+            mark(block, NORMS)
+            mark(block.mixer, NORMS if isinstance(block.mixer, FastWeightMixer) else MEMORY)
+            for module in block.modules():
+                if isinstance(module, FeedForward):
+                    mark(module, FF)
+                elif isinstance(module, nn.Linear) and module not in block.feed_forward.children():
+                    mark(module, PRODUCTS)
+        layers.OPS = ops._replace(fast_weight=_named(MEMORY, ops.fast_weight))  # type: ignore[misc]
+        attention.convolve = _named(CONV, convolve)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        layers.OPS, attention.convolve = ops, convolve  # type: ignore[misc]
+
+
+def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int = 3) -> dict[str, float]:
+    """Milliseconds of a step by part. On a GPU by its own clock, "host" is the time in which it had nothing to do."""
+    gpu = device == "cuda"
+    wait = torch.cuda.synchronize if gpu else lambda: None
+    kinds = torch.profiler.ProfilerActivity
+    step()
+    with marked(model), torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if gpu else [])]) as profile:
+        for _ in range(steps):
+            step()
+        wait()
+    wait()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    whole = 1e3 * (time.perf_counter() - started) / steps
+    events = [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CPU]
+    found = _added(events, gpu)
+    found = {part: found[part] / 1e3 / steps for part in PARTS if found[part]}
+    busy = sum(found.values())
+    if gpu:
+        found[HOST] = max(0.0, whole - busy)
+    else:  # the profiler itself takes time: shares of what it saw, of a step without it
+        found = {part: ms * whole / busy for part, ms in found.items()}
+    return found
+
+
+def _added(events: list[Any], gpu: bool) -> Counter[str]:
+    """Microseconds by part."""
+    forward: dict[int, str] = {}  # autograd's number of an operation -> its part
+    for e in sorted(events, key=lambda e: e.time_range.start):
+        part = _mark_above(e)
+        if part is not None and e.sequence_nr >= 0 and not e.name.startswith((BACKWARD, MARK)):
+            forward[e.sequence_nr] = part
+    total: Counter[str] = Counter()
+    for e in events:
+        if gpu:
+            for kernel in e.kernels:
+                total[_part(e, forward, kernel.name)] += kernel.duration
+        else:
+            python = e.name.startswith((MARK, BACKWARD)) or not e.name.startswith("aten::")
+            total[HOST if python else _part(e, forward, e.name)] += e.self_cpu_time_total
+    return total
+
+
+def _above(e: Any) -> Iterator[Any]:
+    while e is not None:
+        yield e
+        e = e.cpu_parent
+
+
+def _mark_above(e: Any) -> str | None:
+    return next((a.name.removeprefix(MARK) for a in _above(e) if a.name.startswith(MARK)), None)
+
+
+def _part(e: Any, forward: dict[int, str], kernel: str) -> str:
+    names = [a.name for a in _above(e)]
+    if any(name.startswith("Optimizer.") or "_foreach_" in name or "clip_grad" in name for name in names):
+        return OPTIMISER
+    marked = _mark_above(e)
+    if marked is not None:
+        return marked
+    if any(name.startswith(("CompiledFunction", "## Call CompiledFxGraph", "Torch-Compiled Region")) for name in names):
+        if any(name.startswith("fastweights::packed_convolution") for name in names):
+            return CONV
+        if any(name.startswith(("fastweights::", "aten::_scaled_dot", "flex_attention")) for name in names):
+            return MEMORY
+        if any(name.startswith(("aten::mm", "aten::addmm", "aten::bmm")) for name in names):
+            return BOTH
+        return MEMORY if "flex_attention" in kernel else FUSED
+    for a in _above(e):
+        if a.name.startswith(BACKWARD):
+            return forward.get(a.sequence_nr, HEAD)
+    return HEAD

@@ -1,0 +1,221 @@
+"""`fastweights bench train`: whole training steps (data, forward, backward, clipping, AdamW) as `fastweights train` makes them.
+
+Every model is the application's own, with the same blocks but for its mixer. Texts are random, cut into documents as long
+as those of the default corpus, so that batches are packed as they are in training. Eager and compiled steps must reach
+the same loss.
+"""  # noqa: E501
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fastweights.bench.agree import Disagreement
+from fastweights.bench.parts import PARTS, parts
+from fastweights.bench.report import new_table
+from fastweights.bench.timing import Advance
+from fastweights.lm.data import Corpus, Split
+from fastweights.lm.parallel import Ranks
+from fastweights.lm.training import Trainer
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+from fastweights.text.tokenizer import Bytes
+
+SIZES: dict[str, dict[str, Any]] = {
+    "0.9 M": {},
+    "8 x 512": dict(depth=8, dim=512, heads=8, length=1024, batch=32),
+    "12 x 768": dict(depth=12, dim=768, heads=12, length=1024, batch=32),
+}
+SMOKE: dict[str, dict[str, Any]] = {"smoke": dict(depth=2, dim=16, heads=2, length=32, batch=2)}
+MODELS = ("gated-delta", "transformer")
+DOCUMENT = 15_000  # tokens
+TOLERANCE = 0.02  # relative, of the loss after the first steps, between eager and compiled in bfloat16
+WARM = 3
+PEER = "FLA"
+
+
+@dataclass
+class Result:
+    """One model at one size.  ready: seconds until the first steps were done;  loss: after them, per token."""
+
+    size: str
+    model: str
+    head: str
+    how: str
+    parameters: int
+    tokens_per_second: float
+    share_of_peak: float
+    ms_per_step: float
+    ready: float
+    loss: float
+    peak_bytes: int
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def corpus(tokens: int, vocab: int) -> Corpus:
+    """Random documents of DOCUMENT tokens, each after its start token."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, vocab - 1, tokens).astype(np.uint16 if vocab <= 2**16 else np.uint32)
+    at = np.arange(0, tokens, DOCUMENT)
+    text[at] = vocab - 1
+    at = np.r_[at, tokens]
+    split = Split(text, at, [str(i) for i in range(len(at) - 1)], np.diff(at))
+    return Corpus({"train": split, "valid": split}, Bytes(), Path())
+
+
+class PeersMixer(nn.Module):
+    """FLA's DeltaNet, which reads whole rows: it takes no notice of pieces and carries nothing."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        from fla.layers import DeltaNet
+
+        self.layer = DeltaNet(hidden_size=dim, num_heads=heads, use_gate=False, use_short_conv=True, conv_size=4)
+
+    def forward(self, x: Tensor, state: Any, pieces: Any, mask: Any = None) -> tuple[Tensor, Any]:
+        return self.layer(x)[0], state
+
+    def init_state(self, batch: int) -> tuple[()]:
+        return ()
+
+
+def _trainer(config: Config, vocab: int, device: str, peer: bool, texts: Corpus) -> Trainer:
+    torch.manual_seed(0)
+    model = LanguageModel(config, vocab)
+    if peer:
+        for block in model.blocks:
+            block.mixer = PeersMixer(config.dim, config.heads)
+    return Trainer(config, Path(), texts, model.to(device), Ranks(device=device))
+
+
+def measure(
+    size: str, config: Config, vocab: int, device: str, *, repeats: int, peer: bool = False, profile: bool = False
+) -> Result:
+    """Whole steps of one model, as `fastweights train` makes them."""
+    texts = corpus((repeats + 12) * config.batch * config.length + 1, vocab)
+    trainer = _trainer(config, vocab, device, peer, texts)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    states, at = trainer.start()[0], 0
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        nonlocal states, at
+        loss, states = trainer.step(at, 0.1, states)
+        losses.append(loss)
+        at += 1
+
+    wait()
+    started = time.perf_counter()
+    for _ in range(WARM):
+        step()
+    wait()
+    ready, rounds = time.perf_counter() - started, []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(max(1, repeats // 3)):
+            step()
+        wait()
+        rounds.append((time.perf_counter() - started) / max(1, repeats // 3))
+    seconds = sorted(rounds)[1]
+    rate = config.batch * config.length / seconds
+    return Result(
+        size,
+        f"{PEER} DeltaNet" if peer else config.model,
+        config.head,
+        trainer.how.name,
+        sum(p.numel() for p in trainer.model.parameters()),
+        rate,
+        rate * trainer.flop_per_token() / trainer.peak(),
+        1e3 * seconds,
+        ready,
+        float(losses[WARM - 1]),
+        torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+        parts(trainer.model, step, device) if profile else {},
+    )
+
+
+def cases(
+    sizes: dict[str, dict[str, Any]], models: Sequence[str], heads: Sequence[str], device: str, peers: bool
+) -> list[tuple[str, Config, bool]]:
+    """(size, configuration, whether a peer's block takes the mixer's place) of everything to time."""
+    found = []
+    for size, settings in sizes.items():
+        for model in models:
+            for head in heads if model != "transformer" else heads[:1]:
+                for compiled in (False, True) if device == "cuda" else (False,):
+                    found.append(
+                        (size, Config.of("laptop", **settings, model=model, head=head, compile=compiled), False)
+                    )
+        if peers:
+            found.append((size, Config.of("laptop", **settings, model="deltanet", head="linear", compile=False), False))
+            found.append((size, Config.of("laptop", **settings, model="deltanet", head="linear", compile=False), True))
+    return found
+
+
+def run(
+    asked: Sequence[tuple[str, Config, bool]],
+    vocab: int,
+    device: str,
+    *,
+    repeats: int,
+    profile: bool,
+    advance: Advance,
+    tell: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Everything, one after the other; raises where eager and compiled disagree."""
+    results: list[Result] = []
+    for size, config, peer in asked:
+        result = measure(size, config, vocab, device, repeats=repeats, peer=peer, profile=profile)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for other in results:
+            same = (other.size, other.model, other.head) == (size, result.model, result.head)
+            if same and not abs(other.loss - result.loss) <= TOLERANCE * other.loss:
+                raise Disagreement(
+                    f"{result.model} at {size} reaches a loss of {other.loss} {other.how} and {result.loss} "
+                    f"{result.how}; allowed {TOLERANCE:.0%}. Nothing is reported."
+                )
+        results.append(result)
+        tell(result)
+        advance(f"{size}, {result.model}", 1)
+    return results
+
+
+def show(results: Sequence[Result], device: str, console: Console) -> None:
+    table = new_table(f"training steps on {device}: data, forward, backward, clipping and AdamW")
+    for heading in ("size", "model", "head", "blocks"):
+        table.add_column(heading)
+    for heading in ("parameters", "tokens/s", "% of peak", "ms", "GiB", "ready s"):
+        table.add_column(heading, justify="right")
+    for r in results:
+        table.add_row(
+            r.size, r.model, r.head, r.how, f"{r.parameters / 1e6:.1f} M", f"{r.tokens_per_second:,.0f}",
+            f"{100 * r.share_of_peak:.1f}", f"{r.ms_per_step:.1f}", f"{r.peak_bytes / 2**30:.1f}", f"{r.ready:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    profiled = [r for r in results if r.parts]
+    for size in dict.fromkeys(r.size for r in profiled):
+        table = new_table(f"{size}: milliseconds of a step by part")
+        table.add_column("")
+        mine = [r for r in profiled if r.size == size]
+        for r in mine:
+            table.add_column(f"{r.model}, {r.head}\n{r.how}", justify="right")
+        for part in PARTS:
+            if any(part in r.parts for r in mine):
+                table.add_row(part, *[f"{r.parts.get(part, 0.0):.2f}" for r in mine])
+        table.add_row("a step", *[f"{r.ms_per_step:.2f}" for r in mine])
+        console.print(table)
+
+
+def payload(results: Sequence[Result], vocab: int) -> dict[str, object]:
+    return {"vocabulary": vocab, "results": [asdict(r) for r in results]}

@@ -1,0 +1,115 @@
+"""Texts that grow token by token. On a GPU a step is a CUDA graph, one launch in place of hundreds.
+
+Sampling is a part of the step: the next token is drawn on the device, where the next step finds it, so that a step can
+be queued before the host has seen the token of the last one.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights.models.language_model import LanguageModel, State
+from fastweights.refresh import RefreshState
+from fastweights.torch import graphs, watching
+from fastweights.torch.tree import flatten, map_tensors
+
+Pick = Callable[[Tensor, Tensor], Tensor]  # logits (B, V), noise (B,) in [0, 1) -> tokens (B,)
+
+
+class Decoder:
+    """B texts; each call writes one token of each.
+
+        >>> from fastweights.models.config import Config
+        >>> model = LanguageModel(Config(dim=16, heads=2, depth=1), vocab=257).eval()
+        >>> likeliest = lambda logits, noise: logits.argmax(-1)
+        >>> decoder = Decoder(model, model.init_state(2), torch.tensor([256, 256]), likeliest)
+        >>> decoder(torch.zeros(2)).shape, decoder.how
+        (torch.Size([2]), 'eager (x is not on a GPU)')
+
+    token (B,): the last token of each text;  state: before it;  pick: draws the next token;  learn: whether a Fast
+    Weight Layer learns;  capture: False for no CUDA graph.
+    """
+
+    def __init__(
+        self, model: LanguageModel, state: State, token: Tensor, pick: Pick, *, learn: bool = True, capture: bool = True
+    ):
+        self.model, self.pick, self.learn = model, pick, learn
+        reason = graphs.refuses(token) if capture else "it was asked for"
+        self.token, self.state = token, state
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.waiting = self._waiting(state) if learn else None
+        if reason is None and self.waiting == -1:
+            reason = "texts wait with different numbers of tokens for the Fast Weight Layer"
+        if watching.watchers or watching.steps:
+            reason = "a probe looks on"
+        self.how = "captured (a step is a CUDA graph)" if reason is None else f"eager ({reason})"
+        self.captured = reason is None
+        if self.captured:
+            self.token, self.state = token.clone(), map_tensors(torch.clone, state)
+            self.noise = torch.zeros(len(token), device=token.device)
+
+    def _waiting(self, state: State) -> int | None:
+        """Tokens that wait for a refreshed layer, in every text; -1 where these differ, None without such a layer."""
+        if not isinstance(state.fast, RefreshState) or self.model.fast.config.within != "held":
+            return -1 if isinstance(state.fast, RefreshState) else None
+        counts = set(state.fast.waiting.tolist())
+        return counts.pop() if len(counts) == 1 else -1
+
+    def _full(self) -> bool | None:
+        """Whether the layer learns from a whole chunk in this step; counts the token of the step."""
+        if self.waiting is None or self.waiting < 0:
+            return None
+        full = self.waiting == self.model.fast.config.refresh
+        self.waiting = 1 if full else self.waiting + 1
+        return full
+
+    @torch.no_grad()
+    def __call__(self, noise: Tensor) -> Tensor:
+        """The next token (B,) of each text, on the device; it stays as it is until the call after."""
+        full = self._full()
+        if not self.captured:
+            self.token, self.state = self._step(self.token, self.state, noise, full)
+            return self.token
+        kind = bool(full)
+        if kind not in self.graphs:
+            reason = self._capture(kind, full)
+            if reason is not None:
+                warnings.warn(f"tokens are generated without a CUDA graph; capturing failed: {reason}", stacklevel=2)
+                self.captured, self.how = False, f"eager (capturing failed: {reason})"
+                self.token, self.state = self._step(self.token, self.state, noise, full)
+                return self.token
+        self.noise.copy_(noise)
+        self.graphs[kind].replay()
+        return self.token.clone()
+
+    def _step(self, token: Tensor, state: State, noise: Tensor, full: bool | None) -> tuple[Tensor, State]:
+        logits, state = self.model.step(token, state, learn=self.learn, full=full)
+        return self.pick(logits, noise), state
+
+    def _capture(self, kind: bool, full: bool | None) -> str | None:
+        """Record a step that reads and overwrites `token` and `state`; why it cannot be, or None."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels and makes the libraries' workspaces; changes nothing
+                self._step(self.token, self.state, self.noise, full)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                token, state = self._step(self.token, self.state, self.noise, full)
+                self.token.copy_(token)
+                _overwrite(self.state, state)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        self.graphs[kind] = graph
+        return None
+
+
+def _overwrite(state: Any, by: Any) -> None:
+    for (_, old), (_, new) in zip(flatten(state), flatten(by), strict=True):
+        if old is not new:
+            old.copy_(new)

@@ -1,0 +1,56 @@
+"""Blocks compiled with torch.compile: one kind of block is compiled once and shared by all of that kind.
+
+Only training steps run compiled, and all of them have the same shapes (`Pieces.even`), so nothing is compiled anew when
+documents start elsewhere, in an evaluation, or when a run goes on.
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+
+
+class How(NamedTuple):
+    """Whether blocks are compiled, and why or why not, to be printed."""
+
+    compiled: bool
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return "compiled" if self.compiled else "eager"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def decide(config: Config, device: str) -> How:
+    """How a run of this configuration trains its blocks.
+
+    >>> str(decide(Config(), "cpu"))
+    'eager (blocks are compiled on a GPU unless --compile says otherwise)'
+    """
+    if config.compile is not None:
+        return How(config.compile, "as --compile says" if config.compile else "as --no-compile says")
+    if not device.startswith("cuda"):
+        return How(False, "blocks are compiled on a GPU unless --compile says otherwise")
+    if find_spec("triton") is None:
+        return How(False, "torch.compile needs Triton, which is not installed")
+    if "lstm" in config.mixers:
+        return How(False, "an LSTM is a call of the vendor's library, which leaves nothing to compile")
+    if config.parallel != "none":
+        return How(False, f"compiled blocks were not tried with --parallel {config.parallel}")
+    return How(True, "blocks of a kind share what is compiled; the first step takes longer")
+
+
+def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
+    """From now on training steps of the model run its blocks compiled."""
+    model.compiled = torch.compile(_run, backend=backend, dynamic=False)
+
+
+def _run(block: Any, x: Tensor, state: Any, pieces: Any) -> tuple[Tensor, Any]:
+    return block(x, state, pieces)

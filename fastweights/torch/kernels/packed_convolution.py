@@ -1,0 +1,276 @@
+"""The short convolution over sequences that are packed into one row, forward and backward.
+
+Each channel is convolved by itself over the last W tokens of its own sequence; tokens before the first come from
+`before` (N, W - 1, channels), zeros when absent. In PyTorch's own operators this is a gather per tap, and the gradient
+of each gather adds up by atomic operations.
+
+Two kernels each way: one over tokens, one over sequences, for the W - 1 inputs before each and the last W - 1 of each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.torch.kernels.convolution import takes
+from fastweights.torch.kernels.plan import Plan, aligned, keep
+from fastweights.torch.methods import register_typed
+from fastweights.torch.packing import remember
+from fastweights.torch.tracing import is_watched
+
+__all__ = ["convolve", "takes"]
+
+BT, BC = 32, 128  # tokens and channels per program
+_plans: dict[tuple, Plan] = {}
+
+
+@triton.jit
+def _input(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: tl.constexpr):
+    """What stood `back` tokens before tokens t, at positions p of sequences n: [BT, BC]."""
+    here = inside & (p >= back)[:, None]
+    value = tl.load(x + (t - back)[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
+    if before is not None:
+        old = inside & (p < back)[:, None]
+        at = (n * (W - 1) + (W - 1) + p - back)[:, None] * N + c[None, :]
+        value += tl.load(before + at, mask=old, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _tokens(x, weight, before, place, y, T, stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
+            BC: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
+    n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+    inside = (t < T)[:, None] & (c < N)[None, :]
+    total = tl.zeros([BT, BC], tl.float32)
+    for j in tl.static_range(W):
+        w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
+        total += w[None, :] * _input(x, before, t, W - 1 - j, p, n, c, inside, stride, W, N)
+    tl.store(y + t[:, None] * N + c[None, :], total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)  # one program: one sequence
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    start, stop = tl.load(cu + n).to(tl.int64), tl.load(cu + n + 1).to(tl.int64)
+    i = tl.arange(0, R)
+    inside = (i < W - 1)[:, None] & (c < N)[None, :]
+    p = stop - start - (W - 1) + i  # position of the i-th of the last W - 1 inputs
+    new = inside & (p >= 0)[:, None]
+    value = tl.load(x + (start + p)[:, None] * stride + c[None, :], mask=new, other=0.0).to(tl.float32)
+    if before is not None:
+        old = inside & (p < 0)[:, None]
+        at = (n * (W - 1) + (W - 1) + p)[:, None] * N + c[None, :]
+        value += tl.load(before + at, mask=old, other=0.0).to(tl.float32)
+    at = (n * (W - 1) + i)[:, None] * N + c[None, :]
+    tl.store(last + at, value.to(last.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, stride, W: tl.constexpr, N: tl.constexpr,
+                     BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
+    n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+    inside = (t < T)[:, None] & (c < N)[None, :]
+    left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
+    g = tl.load(dy + t[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BT, BC], tl.float32)
+    part = tl.program_id(0).to(tl.int64) * W  # the sums of this block of tokens
+    for j in tl.static_range(W):
+        back = W - 1 - j
+        w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
+        seen = inside & (left >= back)[:, None]
+        up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
+        total += w[None, :] * up
+        had = _input(x, before, t, back, p, n, c, inside, stride, W, N)
+        tl.store(dweight + (part + j) * N + c, tl.sum(g * had, 0), mask=c < N)
+    if dlast is not None:
+        at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
+        total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
+    tl.store(dx + t[:, None] * N + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _starts_backward(dy, dlast, weight, cu, dbefore, W: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+                     BC: tl.constexpr):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    start, stop = tl.load(cu + n).to(tl.int64), tl.load(cu + n + 1).to(tl.int64)
+    m = tl.arange(0, R)  # the m-th input before the sequence; token p reads it with tap m - p
+    inside = (m < W - 1)[:, None] & (c < N)[None, :]
+    total = tl.zeros([R, BC], tl.float32)
+    for p in tl.static_range(W - 1):
+        reads = inside & ((m >= p) & (start + p + m * 0 < stop))[:, None]
+        w = tl.load(weight + (m - p)[:, None] * N + c[None, :], mask=reads, other=0.0).to(tl.float32)
+        up = tl.load(dy + (start + p) * N + c, mask=(c < N) & (start + p + c * 0 < stop), other=0.0).to(tl.float32)
+        total += w * up[None, :]
+    if dlast is not None:
+        i = m - (stop - start)  # where it is still among the last
+        kept = inside & (i >= 0)[:, None]
+        total += tl.load(dlast + (n * (W - 1) + i)[:, None] * N + c[None, :], mask=kept, other=0.0).to(tl.float32)
+    at = (n * (W - 1) + m)[:, None] * N + c[None, :]
+    tl.store(dbefore + at, total.to(dbefore.dtype.element_ty), mask=inside)
+
+
+def places(cu_seqlens: Tensor, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(T, 2): each token's position in its sequence and that sequence's number; and the offsets, both on the device."""
+
+    def make():
+        cu = cu_seqlens.to(device, torch.int32)
+        t = torch.arange(T, device=device, dtype=torch.int32)
+        n = torch.searchsorted(cu[1:], t, right=True, out_int32=True)
+        return torch.stack([t - cu.index_select(0, n), n], 1), aligned(cu)
+
+    return remember(cu_seqlens, ("places", T, device), make)
+
+
+def _key(which, *tensors):
+    return which, tensors[0].device, *[None if x is None else (x.shape, x.dtype, x.stride()) for x in tensors]
+
+
+def _rows(W):
+    return triton.next_power_of_2(max(2, W - 1))
+
+
+def forward(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> list[Tensor]:
+    """[y, last] for x (1, T, channels), weight (W, channels), before (N, W - 1, channels) and offsets (N + 1,)."""
+    place, cu = places(cu_seqlens, x.shape[1], x.device)
+    x, weight, before = _aligned(x), aligned(weight), None if before is None else aligned(before)
+    key = _key("forward", x, weight, before, cu)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(x.device, [x, weight, before, place, cu])
+        slot_x, slot_w, slot_b, slot_p, slot_cu = plan.inputs
+        T, N, W, sequences = x.shape[1], x.shape[2], len(weight), len(cu) - 1
+        y = plan.empty((1, T, N), torch.promote_types(x.dtype, weight.dtype))
+        last = plan.empty((sequences, W - 1, N), x.dtype if before is None else before.dtype)
+        columns = -(-N // BC)
+        if T:
+            plan.launch(_tokens, (-(-T // BT), columns), (slot_x, slot_w, slot_b, slot_p, y), (T, x.stride(1)),
+                        (W, N, BT, BC), num_warps=4)  # fmt: skip
+        plan.launch(_ends, (sequences, columns), (slot_x, slot_b, slot_cu, last), (x.stride(1),),
+                    (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
+        plan.results = y.place, last.place
+        keep(_plans, key, plan)
+    tensors = plan.run(x, weight, before, place, cu)
+    return [tensors[i] for i in plan.results]
+
+
+def backward(
+    dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
+) -> list[Tensor]:
+    """Gradients of x, weight and, where it is given, before."""
+    place, cu = places(cu_seqlens, x.shape[1], x.device)
+    dy, dlast = aligned(dy), None if dlast is None else aligned(dlast)
+    x, weight, before = _aligned(x), aligned(weight), None if before is None else aligned(before)
+    key = _key("backward", x, dy, dlast, weight, before, cu)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(x.device, [dy, dlast, x, weight, before, place, cu])
+        slot_dy, slot_dlast, slot_x, slot_w, slot_b, slot_p, slot_cu = plan.inputs
+        T, N, W, sequences = x.shape[1], x.shape[2], len(weight), len(cu) - 1
+        blocks, columns = max(1, -(-T // BT)), -(-N // BC)
+        dx, parts = plan.empty((1, T, N), x.dtype), plan.empty((blocks, W, N), torch.float32)
+        slots = (slot_dy, slot_dlast, slot_x, slot_w, slot_b, slot_p, slot_cu, dx, parts)
+        plan.launch(_tokens_backward, (blocks, columns), slots, (T, x.stride(1)), (W, N, BT, BC), num_warps=4)
+        dtype = weight.dtype
+        dweight = plan.compute(lambda parts: parts.sum(0).to(dtype), (parts,), (W, N), dtype)
+        results = [dx.place, dweight.place]
+        if before is not None:
+            dbefore = plan.empty(tuple(before.shape), before.dtype)
+            plan.launch(_starts_backward, (sequences, columns), (slot_dy, slot_dlast, slot_w, slot_cu, dbefore), (),
+                        (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
+            results.append(dbefore.place)
+        plan.results = results
+        keep(_plans, key, plan)
+    tensors = plan.run(dy, dlast, x, weight, before, place, cu)
+    return [tensors[i] for i in plan.results]
+
+
+def _aligned(x):
+    """x, a slice of a projection perhaps: its channels lie side by side."""
+    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 else x.contiguous().clone()
+
+
+def packed_convolution(
+    x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
+) -> list[Tensor]:  # the operator
+    return forward(x, weight, before, cu_seqlens)
+
+
+def _forward_fake(x, weight, before, cu_seqlens):
+    W, N = weight.shape
+    last = x.new_empty(cu_seqlens.shape[0] - 1, W - 1, N, dtype=x.dtype if before is None else before.dtype)
+    return [x.new_empty(1, x.shape[1], N, dtype=torch.promote_types(x.dtype, weight.dtype)), last]
+
+
+def packed_convolution_backward(
+    dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
+) -> list[Tensor]:
+    return backward(dy, dlast, x, weight, before, cu_seqlens)
+
+
+def _backward_fake(dy, dlast, x, weight, before, cu_seqlens):
+    given = (x, weight) if before is None else (x, weight, before)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
+
+
+_operator = register_typed(packed_convolution, _forward_fake)
+_operator_backward = register_typed(packed_convolution_backward, _backward_fake)
+
+
+class PackedConvolve(torch.autograd.Function):
+    """The convolution with its gradient."""
+
+    @staticmethod
+    def forward(x, weight, before, cu_seqlens):
+        return tuple((_operator if is_watched() else forward)(x, weight, before, cu_seqlens))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy, dlast):
+        x, weight, before, cu_seqlens = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # second derivatives
+            return *_plain_gradients(dy, dlast, x, weight, before, cu_seqlens), None
+        if dy is None:
+            dy = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+        run = _operator_backward if is_watched() else backward
+        grads = run(dy, dlast, x, weight, before, cu_seqlens)
+        return *grads, *[None] * (4 - len(grads))
+
+
+def plain(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in differentiable operators."""
+    from fastweights.attention import gathered
+    from fastweights.torch.framework import OPS
+
+    if before is None:
+        before = x.new_zeros(len(cu_seqlens) - 1, len(weight) - 1, x.shape[2])
+    y, last = gathered(OPS, weight, x, before.to(x.dtype), cu_seqlens.to(x.device), None)
+    return y, last.to(before.dtype)
+
+
+def _plain_gradients(dy, dlast, x, weight, before, cu_seqlens):
+    """Gradients of x, weight and before that can be differentiated once more."""
+    given = [x, weight, before]
+    with torch.enable_grad():
+        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in given if t is not None]
+        outputs = plain(*leaves, *[None] * (3 - len(leaves)), cu_seqlens)
+        asked = [(o, g) for o, g in zip(outputs, (dy, dlast), strict=True) if g is not None]
+        grads = torch.autograd.grad([o for o, _ in asked], leaves, [g for _, g in asked], create_graph=True,
+                                    allow_unused=True, materialize_grads=True)  # fmt: skip
+    return *grads, *[None] * (3 - len(grads))
+
+
+def convolve(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """(y, the last W - 1 inputs of each sequence) for x (1, T, channels), before (N, W - 1, channels)."""
+    return PackedConvolve.apply(x, weight, before, cu_seqlens)
