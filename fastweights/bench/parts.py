@@ -64,14 +64,14 @@ def marked(model: LanguageModel) -> Iterator[None]:
                     mark(module, FF)
                 elif isinstance(module, nn.Linear) and module not in block.feed_forward.children():
                     mark(module, PRODUCTS)
-        layers.OPS = ops._replace(fast_weight=_named(MEMORY, ops.fast_weight))  # type: ignore[misc]
+        layers.OPS = ops._replace(fast_weight=_named(MEMORY, ops.fast_weight))
         attention.convolve = _named(CONV, convolve)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        layers.OPS, attention.convolve = ops, convolve  # type: ignore[misc]
+        layers.OPS, attention.convolve = ops, convolve
 
 
 def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int = 3) -> dict[str, float]:
@@ -91,8 +91,8 @@ def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int
     wait()
     whole = 1e3 * (time.perf_counter() - started) / steps
     events = [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CPU]
-    found = _added(events, gpu)
-    found = {part: found[part] / 1e3 / steps for part in PARTS if found[part]}
+    total = _added(events, gpu)
+    found = {part: total[part] / 1e3 / steps for part in PARTS if total[part]}
     busy = sum(found.values())
     if gpu:
         found[HOST] = max(0.0, whole - busy)
@@ -101,7 +101,7 @@ def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int
     return found
 
 
-def _added(events: list[Any], gpu: bool) -> Counter[str]:
+def _added(events: list[Any], gpu: bool) -> Any:
     """Microseconds by part."""
     forward: dict[int, str] = {}  # autograd's number of an operation -> its part
     for e in sorted(events, key=lambda e: e.time_range.start):

@@ -99,6 +99,7 @@ def measure(
     size: str, config: Config, vocab: int, device: str, *, repeats: int, peer: bool = False, profile: bool = False
 ) -> Result:
     """Whole steps of one model, as `fastweights train` makes them."""
+    torch.compiler.reset()  # a process may compile one function for few models
     texts = corpus((repeats + 12) * config.batch * config.length + 1, vocab)
     trainer = _trainer(config, vocab, device, peer, texts)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,14 +127,17 @@ def generate(
     for i in range(tokens):
         found = decoder(noise[i]) if found is None else found
         following = decoder(noise[i + 1]) if decoder.captured and i + 1 < tokens else None  # queued before we wait
-        token = int(found)
-        if token == model.vocab - 1:  # the start of another document
+        number = int(found)
+        if number == model.vocab - 1:  # the start of another document
             return
-        yield token
+        yield number
         found = following
 
 
-def _with_cache(model, state, token, noise, how, learn, cache, cached):
+def _with_cache(
+    model: LanguageModel, state: Any, token: Tensor, noise: Tensor, how: Sampling, learn: bool, cache: NeuralCache,
+    cached: CacheState | None,
+) -> Iterator[int]:  # fmt: skip
     """`generate` with a neural cache mixed in."""
     for u in noise:
         with recorded(model.norm) as seen:

@@ -97,9 +97,10 @@ def step(
     full: whether C tokens wait in every sequence, which are then learned first; else fewer do. Which place the new
     token takes is read from the state on the device, so that two CUDA graphs, one of each kind, make any stream.
     """
-    C, learned = config.refresh, state[:3]
+    C = config.refresh
     assert C is not None
-    rest = state[3:6]
+    learned: Sequence[Tensor] = state[:3]
+    rest: Sequence[Tensor] = state[3:6]
     if full:
         dtype = x.dtype
         words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], dtype)
