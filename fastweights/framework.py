@@ -17,7 +17,7 @@ class Ops(NamedTuple):
     layer_memory: Callable  # fast_weight for a Fast Weight Layer, whose keys are one wider than its input
     feature_map: Callable
     matmul: Callable  # x (..., D), weight (D, E)
-    split: Callable  # x, sizes: along the last axis
+    split: Callable  # x, sizes: along the last axis, or another
     shape: Callable  # of x; axes of unknown length as tensors
     wide: Callable  # x in float32, or float64 if it is that
     cast: Callable  # x in the dtype of `like`

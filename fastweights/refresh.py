@@ -63,10 +63,12 @@ def initial(config, inputs, batch, zeros):
 
 def fast_weights(config, ops, p, learned, x):
     """The parameters p with what was learned added to the six tensors that learn, one set per sequence."""
-    dense1, dense2, norm = (S[:, 0] for S in learned)
+    dense1, dense2, norm = (ops.xp.squeeze(S, 1) for S in learned)  # views: to slice would cost the backward pass more
     D, F, size = x.shape[-1], config.hidden_width, config.size
-    changes = dict(dense1=dense1[:, :D], bias1=dense1[:, D:], dense2=dense2[:, :F], bias2=dense2[:, F:],
-                   scale=norm[..., :size], shift=norm[..., size:])  # fmt: skip
+    dense1, bias1 = ops.split(dense1, (D, 1), 1)
+    dense2, bias2 = ops.split(dense2, (F, 1), 1)
+    scale, shift = ops.split(norm, (size, size))
+    changes = dict(dense1=dense1, bias1=bias1, dense2=dense2, bias2=bias2, scale=scale, shift=shift)
     return p | {name: ops.cast(p[name] + change, x) for name, change in changes.items()}
 
 

@@ -239,6 +239,7 @@ def test_bench_smoke_prints_tables_and_writes_json(run, monkeypatch, tmp_path):
         ("fwl", "fwl"),
         ("lm", "lm"),
         ("decode", "decode"),
+        ("train", "train"),
         ("lab", "lab"),
     ],
 )

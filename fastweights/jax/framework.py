@@ -20,7 +20,7 @@ OPS = Ops(
     layer_memory=fast_weight,
     feature_map=feature_map,
     matmul=jnp.matmul,
-    split=lambda x, sizes: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
+    split=lambda x, sizes, axis=-1: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis),
     shape=jnp.shape,
     wide=lambda x: x.astype(accumulation_dtype(x)),
     cast=lambda x, like: x.astype(like.dtype),

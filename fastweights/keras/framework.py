@@ -35,7 +35,7 @@ OPS = Ops(
     layer_memory=_layer_memory,
     feature_map=feature_map,
     matmul=matmul,
-    split=lambda x, sizes: ops.split(x, np.cumsum(sizes)[:-1].tolist(), -1),
+    split=lambda x, sizes, axis=-1: ops.split(x, np.cumsum(sizes)[:-1].tolist(), axis),
     shape=ops.shape,
     wide=lambda x: ops.cast(x, accumulation_dtype(x)),
     cast=lambda x, like: ops.cast(x, like.dtype),

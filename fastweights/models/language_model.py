@@ -20,6 +20,7 @@ from fastweights.models.mixers import Pieces, mixer
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy
 from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.hand_gradients import gated_silu
 from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
@@ -74,8 +75,7 @@ class FeedForward(nn.Module):
         x = self.into(x)
         if not self.gated:
             return self.out(F.relu(x))
-        gate, x = x.chunk(2, -1)
-        return self.out(F.silu(gate) * x)
+        return self.out(gated_silu(x))
 
 
 class Block(nn.Module):
@@ -232,14 +232,17 @@ class LanguageModel(nn.Module):
         """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax.
 
         A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is.
-        full: as for `FWLBlock.step`.
+        full: whether as many tokens wait for a refreshed layer as it is refreshed after, where the caller knows.
         """
         x, blocks = self(token[:, None], state)
         if self.fast is None:
             return (x @ self.embedding.weight.mT)[:, 0], State(blocks, None)
         if not learn:
             return self.fast.slow_logits(x)[:, 0], State(blocks, state.fast)
-        logits, fast = self.fast.step(x[:, 0], token, state.fast, full=full)  # token is the label that was waited for
+        if full is None:
+            logits, fast = self.fast.step(x[:, 0], token, state.fast)  # token is the label that was waited for
+        else:
+            logits, fast = self.fast._refreshed_step(x[:, 0], token, state.fast, full=full)
         return logits, State(blocks, fast)
 
     @torch.no_grad()

@@ -62,7 +62,7 @@ OPS = Ops(
     layer_memory=_layer_memory,
     feature_map=feature_map,
     matmul=torch.matmul,
-    split=lambda x, sizes: torch.split(x, sizes, -1),
+    split=lambda x, sizes, axis=-1: torch.split(x, sizes, axis),
     shape=lambda x: x.shape,
     wide=wide,
     cast=lambda x, like: x.to(like.dtype),

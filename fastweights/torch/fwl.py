@@ -258,13 +258,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                         zeros(1, 1, 2 * c.size), zeros(inputs, dtype=like.dtype), zeros())  # fmt: skip
 
     def step(
-        self,
-        x: Tensor,
-        previous_label: Tensor | None,
-        state: Any,
-        weight: Tensor | None = None,
-        *,
-        full: bool | None = None,
+        self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """Logits (B, V) and the state for the next token x (B, D): a stream, token by token.
 
@@ -275,8 +269,6 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             previous_label: (B,) label of the token before x, learned from now; None at the first token.
             state: what the last call returned, or `init_state(B)`.
             weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
-            full: of a refreshed block, whether as many tokens wait in the state as it is refreshed after, in every row
-                (True) or in none (False); when absent the state is looked at, which on a GPU waits for it.
 
         Examples:
             >>> block = FWLBlock(8, vocab_size=20, inputs=8, normalizer=16.0)
@@ -290,7 +282,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                                   "a stream does not know how many tokens will follow")  # fmt: skip
         self._check_state(state, x.shape[0])
         if self.config.refresh is not None:
-            return self._refreshed_step(x, previous_label, state, weight, full)
+            return self._refreshed_step(x, previous_label, state, weight)
         if previous_label is None:
             previous_label = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
             weight = torch.zeros_like(state.waiting)
@@ -331,8 +323,12 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         steps = self.steps.detach().exp() if self.config.log_steps else self.steps.detach()
         return dict(zip(fwl.STEPS, steps.tolist(), strict=True))
 
-    def _refreshed_step(self, x, previous_label, state, weight, full):
-        """`step` of a refreshed block: x joins the tokens that wait, and a full chunk of them is learned."""
+    def _refreshed_step(self, x, previous_label, state, weight=None, full=None):
+        """`step` of a refreshed block: x joins the tokens that wait, and a full chunk of them is learned.
+
+        full: whether as many tokens wait as it is refreshed after, in every row (True) or in none (False); when absent
+        the state is looked at, which on a GPU waits for it.
+        """
         if previous_label is not None:
             weight = torch.ones_like(previous_label) if weight is None else weight
             state = labelled(self.config, OPS, state, previous_label, weight)
