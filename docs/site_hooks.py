@@ -60,6 +60,13 @@ def fields_of_config() -> str:
     return "\n".join(rows)
 
 
+def config_members() -> list[str]:
+    """The public methods and properties of a training configuration."""
+    tree = ast.parse((PACKAGE / "models" / "config.py").read_text())
+    (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
+    return [node.name for node in config.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
 def reference_page(title: str, first: str, module: str) -> str:
     """The memory itself first, then functions and layers, then states, errors and tables."""
 
@@ -69,7 +76,10 @@ def reference_page(title: str, first: str, module: str) -> str:
 
     def entry(name: str) -> str:
         if names[name] == "fastweights.models.config.Config":  # its signature repeats every help text
-            return f"::: {names[name]}\n    options:\n      show_signature: false\n\n{fields_of_config()}"
+            bare = f"::: {names[name]}\n    options: {{show_signature: false, members: false}}\n\n{fields_of_config()}"
+            return "\n\n".join(
+                [bare, *(f"::: {names[name]}.{m}\n    options: {{heading_level: 3}}" for m in config_members())]
+            )
         return f"::: {names[name]}"
 
     names = public_names(module)
