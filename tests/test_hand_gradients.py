@@ -18,6 +18,16 @@ def plain_unit(x):
 CASES = {
     "depthwise": (hand_gradients.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
     "unit": (lambda x: hand_gradients.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
+    "gated norm": (
+        lambda x, gate, weight: hand_gradients.gated_norm(x, gate, weight, 1e-6, "silu"),
+        lambda x, gate, weight: 2 * plain_unit(x / 2) * weight * torch.nn.functional.silu(gate),  # 4 wide, eps 4e-6 / 4
+        [(5, 4), (5, 4), (4,)],
+    ),
+    "norm with a sigmoid": (
+        lambda x, gate, weight: hand_gradients.gated_norm(x, gate, weight, 1e-6, "sigmoid"),
+        lambda x, gate, weight: 2 * plain_unit(x / 2) * weight * gate.sigmoid(),
+        [(5, 4), (5, 4), (4,)],
+    ),
 }
 
 
@@ -47,6 +57,17 @@ def test_vmap_of_the_gradient(case):
         return torch.func.vmap(torch.func.grad(lambda x: (f(x, *inputs[1:]) ** 2).sum()))(stacked)
 
     torch.testing.assert_close(gradient(function), gradient(plain), rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_done_piece_by_piece_in_cache_is_the_whole(monkeypatch):
+    monkeypatch.setattr(hand_gradients, "_tokens_in_cache", lambda x: [(0, 3), (3, 8), (8, x.shape[1])])
+    monkeypatch.setattr(hand_gradients, "_in_cache", lambda x: [slice(0, 2), slice(2, 5)])
+    for name in ("depthwise", "gated norm"):
+        function, plain, shapes = CASES[name]
+        shapes = [(2, 15, 3), *shapes[1:]] if name == "depthwise" else shapes
+        inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        got, want = (torch.autograd.grad(f(*inputs).sin().sum(), inputs) for f in (function, plain))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_a_convolution_promotes_as_a_product_does():

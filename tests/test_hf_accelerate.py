@@ -1,9 +1,11 @@
 """transformers' own hybrid models on our operation: the same logits, gradients and tokens as on theirs."""
 
 import copy
+import json
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.kimi_linear import KimiLinearConfig
 from transformers.models.olmo_hybrid import OlmoHybridConfig
@@ -11,8 +13,10 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from fastweights import FastWeightError
+from fastweights.bench import hf as bench_hf
+from fastweights.cli import bench
 from fastweights.hf import accelerate
-from fastweights.hf.accelerate import gated_delta_rule
+from fastweights.hf.accelerate import convolution, gated_delta_rule
 
 SHARED = dict(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -102,6 +106,30 @@ def test_packed_rows_do_not_leak():
     o, _ = run(0, 9, cu_seqlens=torch.tensor([0, 4, 9]), use_qk_l2norm_in_kernel=True)
     for a, b in ((0, 4), (4, 9)):
         torch.testing.assert_close(o[:, a:b], run(a, b, use_qk_l2norm_in_kernel=True)[0])
+
+
+def test_convolutions_of_packed_rows_do_not_leak_either():
+    x, weight = torch.randn(1, 3, 9, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    run = lambda x, **how: convolution(x, weight, activation="silu", **how)  # noqa: E731
+    y = run(x, cu_seq_lens_q=torch.tensor([0, 4, 9]))
+    for a, b in ((0, 4), (4, 9)):
+        torch.testing.assert_close(y[..., a:b], run(x[..., a:b]))
+
+
+def test_bench_times_what_agrees(capsys, tmp_path, monkeypatch):
+    """Both sides of a family, or nothing where they differ."""
+    path = tmp_path / "numbers.json"
+    bench.hf(family=["kimi-linear"], smoke=True, json=path)
+    (found, *_) = json.loads(path.read_text())["hf"]["milliseconds"]
+    assert (found["family"], found["part"]) == ("kimi-linear", "rule")
+    assert found["forward"]["theirs"] > 0
+    assert "tokens/s" in capsys.readouterr().out
+    monkeypatch.setattr(bench_hf, "gated_delta_rule", lambda *a, **how: [1.1 * gated_delta_rule(*a, **how)[0]])
+    with pytest.raises(typer.Exit):
+        bench.hf(family=["kimi-linear"], smoke=True, json=path)
+    assert "outputs of kimi-linear, rule differ by" in capsys.readouterr().err
+    with pytest.raises(FastWeightError, match="--family is 'llama'; expected one of qwen3-next"):
+        bench.hf(family=["llama"], smoke=True, json=path)
 
 
 def test_what_it_refuses():

@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench lm": bench.lm,
     "bench train": bench.train,
     "bench decode": bench.decode,
+    "bench hf": bench.hf,
     "bench lab": bench.lab,
     "info": info.info,
 }

@@ -398,6 +398,45 @@ def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> 
     _write(path, report.payload(device) | {"decode": bench_decode.payload(results, config)})
 
 
+def hf(
+    family: Annotated[
+        list[str] | None, typer.Option(help="Family of models to time; repeatable. All that are there when absent.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Size to time: tiny, layer (one of a 0.6 B model), or all.")] = "all",
+    device: On = Device.cpu,
+    dtype: Inputs = None,
+    repeats: Repeats = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time transformers' own hybrid models as they come and after `fastweights.hf.accelerate`.
+
+    The delta rule alone, the layer around it, and a model that reads, trains and generates: forward (prefill),
+    forward+backward (a training step) and tokens per second of decoding. Nothing is reported unless both sides give the
+    same outputs, gradients and tokens.
+
+    For example: `fastweights bench hf --family qwen3-next --size layer`
+    """
+    path = _start("bench hf", device, "hf", smoke, json)
+    need("bench hf", "hf", "transformers")
+    import torch
+
+    from fastweights.bench import hf as bench_hf
+    from fastweights.bench import report
+
+    for each in family or ():
+        if each not in bench_hf.FAMILIES:
+            raise FastWeightError(f"--family is {each!r}; expected one of {', '.join(bench_hf.FAMILIES)}")
+    if size not in ("all", *bench_hf.SIZES):
+        raise FastWeightError(f"--size is {size!r}; expected one of {', '.join(bench_hf.SIZES)}, or all")
+    families, kind = family or list(bench_hf.FAMILIES), getattr(torch, _dtype(dtype, device))
+    sizes = bench_hf.SMOKE if smoke else {n: s for n, s in bench_hf.SIZES.items() if size in ("all", n)}
+    with _agreeing(len(families) * len(sizes)) as advance:
+        found = bench_hf.run(families, sizes, device, kind, repeats or (2 if smoke else 10), advance)
+    bench_hf.show(*found, sizes, device, kind, Console())
+    _write(path, report.payload(device) | {"hf": bench_hf.payload(*found, sizes, kind)})
+
+
 def lab(repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
     """Time training steps of the overwriting experiment beside the published algorithm, a loop over tokens.
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastweights import attention
 from fastweights.core import FastWeightError
-from fastweights.torch import fast_weight
+from fastweights.torch import fast_weight, hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.framework import OPS
 
 # What their forward passes call: for many tokens, and for one
 RULES = (
@@ -23,6 +25,7 @@ RULES = (
     "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
 )
+CONVOLUTION = "causal_conv1d_fn"  # of many tokens, before them
 NORM_EPS = 1e-6  # of their unit vectors
 
 
@@ -65,9 +68,11 @@ def accelerate(model: nn.Module) -> Accelerated:
     found, changed = False, []
     for layer in model.modules():
         own = inspect.unwrap(type(layer).forward)
-        names = [name for name in RULES if name in own.__code__.co_names]
+        names: dict[str, Any] = {name: gated_delta_rule for name in RULES if name in own.__code__.co_names}
         if not names:
             continue
+        if CONVOLUTION in own.__code__.co_names:
+            names[CONVOLUTION] = convolution
         found = True
         if "forward" in layer.__dict__:
             if getattr(layer.forward, "accelerated", False):
@@ -76,8 +81,12 @@ def accelerate(model: nn.Module) -> Accelerated:
                 f"{type(layer).__name__} has a forward of its own (a hook that moves weights, for example); expected "
                 "its class's: accelerate the model before anything else wraps its layers"
             )
-        layer.forward = MethodType(_rebound(own, dict.fromkeys(names, gated_delta_rule)), layer)
+        layer.forward = MethodType(_rebound(own, names), layer)
         changed.append(layer)
+        for norm in layer.children():
+            if _is_gated_norm(norm) and "forward" not in norm.__dict__:
+                norm.forward = MethodType(gated_norm, norm)
+                changed.append(norm)
     if not found:
         raise FastWeightError(
             f"{type(model).__name__} has no layer that computes a gated delta rule; expected a model of Qwen3-Next, "
@@ -121,10 +130,56 @@ def gated_delta_rule(
     wide = accumulation_dtype(value.dtype)
     q, k = query.to(wide), key.to(wide)
     if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
+        if q.shape[1] == 1:  # a step of generation: few operations count
+            q, k = hand_gradients.unit(torch.stack((q, k)), NORM_EPS).unbind()
+        else:
+            q, k = hand_gradients.unit(q, NORM_EPS), hand_gradients.unit(k, NORM_EPS)
     q, k = (q * q.shape[-1] ** -0.5).to(value.dtype), k.to(value.dtype)
     if q.shape[2] != value.shape[2]:
         q, k = (x.repeat_interleave(value.shape[2] // x.shape[2], 2) for x in (q, k))
     state = None if initial_state is None else initial_state.to(wide)
-    o, state = fast_weight(q, k, value, beta=beta.to(wide), log_decay=g.to(wide), state=state, cu_seqlens=cu_seqlens)
+    beta, g = beta.to(wide), g.to(wide)
+    o, state = fast_weight(q, k, value, beta=beta, log_decay=g, state=state, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None
+
+
+def convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Their causal convolution of every channel, (B, channels, T), token by token in memory as their layers hold it.
+
+    weight: (channels, W);  cu_seq_lens_q: offsets of packed rows, which theirs lets leak into each other.
+    """
+    x = hidden_states.transpose(1, 2).to(weight.dtype)
+    y, _ = attention.convolve(OPS, weight.mT.contiguous(), x, None, cu_seq_lens_q, None)
+    y = y if bias is None else y + bias
+    if activation is not None:
+        y = _activation(activation)(y)
+    return y.to(hidden_states.dtype).transpose(1, 2)
+
+
+def _activation(name: str) -> Any:
+    from transformers.activations import ACT2FN
+
+    return nn.functional.silu if name == "silu" else ACT2FN[name]
+
+
+def _is_gated_norm(module: nn.Module) -> bool:
+    """Whether it is their RMS norm with a gate, by what it is made of."""
+    named = type(module).__name__.endswith("RMSNormGated")
+    return named and getattr(module, "activation", None) in hand_gradients.ACTIVATIONS
+
+
+def gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """Their norm of a layer's output, times the activation of its gate."""
+    x, z = (y.reshape(-1, y.shape[-1]) for y in (hidden_states, gate))
+    y = hand_gradients.gated_norm(x, z, self.weight, self.variance_epsilon, self.activation)
+    return y.view(hidden_states.shape)
+
+
+gated_norm.accelerated = True  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from fastweights.torch.watching import watchers
 __all__ = [
     "convolve",
     "depthwise",
+    "gated_norm",
     "gated_silu",
     "mix_heads",
     "relu",
@@ -109,18 +110,103 @@ def gated_silu(x: torch.Tensor) -> torch.Tensor:
     return GatedSilu.apply(x)
 
 
+class GatedNorm(torch.autograd.Function):
+    """x / sqrt(mean x^2 + eps) * weight * activation(gate) over the last axis, and 1 / sqrt(...) for the backward pass.
+
+    Rows are done a few at a time, so that what is between two operations stays in cache.
+    """
+
+    @staticmethod
+    def forward(x, gate, weight, eps, activation):
+        y, inverse = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+        for rows in _in_cache(x):
+            length = torch.linalg.vector_norm(x[rows], dim=-1, keepdim=True)
+            torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps), out=inverse[rows])
+            torch.mul(x[rows], inverse[rows], out=y[rows])
+            y[rows].mul_(weight).mul_(ACTIVATIONS[activation][0](gate[rows]))
+        return y, inverse
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:3], output[1])
+        ctx.eps, ctx.activation = inputs[3:]
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        x, gate, weight, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative
+            y = _gated_norm(x, gate, weight, ctx.eps, ctx.activation)
+            return *torch.autograd.grad(y, (x, gate, weight), dy, create_graph=True), None, None
+        act, act_backward = ACTIVATIONS[ctx.activation]
+        dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(weight)
+        for rows in _in_cache(x):
+            unit = x[rows] * inverse[rows]
+            of_unit = dy[rows] * act(gate[rows])
+            dweight += torch.linalg.vecdot(of_unit, unit, dim=0)
+            of_unit.mul_(weight)
+            along = torch.linalg.vecdot(of_unit, unit)[:, None].div_(x.shape[-1])
+            torch.addcmul(of_unit, unit, along, value=-1, out=dx[rows])
+            dx[rows].mul_(inverse[rows])
+            dgate[rows] = act_backward(unit.mul_(weight).mul_(dy[rows]), gate[rows])
+        return dx, dgate, dweight, None, None
+
+
+def _sigmoid_backward(dy, x):
+    y = x.sigmoid()
+    return torch.ops.aten.sigmoid_backward(dy, y)
+
+
+# name -> the function, and its gradient from that of its result and from its argument
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "silu": (silu, torch.ops.aten.silu_backward),
+    "sigmoid": (torch.sigmoid, _sigmoid_backward),
+}
+
+
+def _in_cache(x):
+    """Slices of the first axis of x, each of which fits a cache several times over; one slice off a CPU."""
+    step = max(1, 2**16 // max(1, x[:1].numel())) if x.is_cpu else max(1, len(x))
+    return [slice(at, at + step) for at in range(0, len(x), step)]
+
+
+def _gated_norm(x, gate, weight, eps, activation):
+    """`gated_norm` in plain operations."""
+    unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return unit * weight * ACTIVATIONS[activation][0](gate)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str) -> torch.Tensor:
+    """RMS norm of x (rows, K) times activation(gate), in the dtype of x, computed in float32 or wider.
+
+    Args:
+        x, gate: (rows, K).
+        weight: (K,).
+        eps: added to the mean of squares.
+        activation: a name of ACTIVATIONS.
+    """
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    x, kind, gate, weight = x.to(wide), x.dtype, gate.to(wide), weight.to(wide)
+    if not x.is_cpu or is_watched():
+        return _gated_norm(x, gate, weight, eps, activation).to(kind)
+    return GatedNorm.apply(x, gate, weight, eps, activation)[0].to(kind)
+
+
 class Depthwise(torch.autograd.Function):
     """sum_j weight[j] x[:, j : j + T]: a convolution of every channel by itself.
 
-    Sums go into one tensor in place, so W products are never held at once.
+    Sums go into one tensor in place, so W products are never held at once; on a CPU some tokens at a time, which stay
+    in cache.
     """
 
     @staticmethod
     def forward(x, weight):
         T = x.shape[1] - len(weight) + 1
-        y = x[:, :T] * weight[0]
-        for j in range(1, len(weight)):
-            y.addcmul_(x[:, j : j + T], weight[j])
+        y = x.new_empty(x.shape[0], T, x.shape[2])
+        for a, b in _tokens_in_cache(y):
+            part = torch.mul(x[:, a:b], weight[0], out=y[:, a:b])
+            for j in range(1, len(weight)):
+                part.addcmul_(x[:, a + j : b + j], weight[j])
         return y
 
     @staticmethod
@@ -131,23 +217,22 @@ class Depthwise(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         W, T = len(weight), dy.shape[1]
-        spread = torch.nn.functional.pad
-        # Second derivatives need operations that autograd can follow; first ones may work in place.
+        around = functional.pad(dy, (0, 0, W - 1, W - 1))
         if torch.is_grad_enabled():  # a second derivative: nothing in place
-            dx = sum(spread(dy * weight[j], (0, 0, j, W - 1 - j)) for j in range(W))
-        else:
-            dx = spread(dy * weight[0], (0, 0, 0, W - 1))
-            for j in range(1, W):
-                dx[:, j : j + T].addcmul_(dy, weight[j])
-        return dx, torch.stack([_dot(dy, x[:, j : j + T]) for j in range(W)])
+            dx = sum(around[:, W - 1 - j : 2 * W - 2 - j + T] * weight[j] for j in range(W))
+            return dx, torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(W)])
+        dweight = torch.zeros_like(weight)
+        for a, b in _tokens_in_cache(dy):
+            for j in range(W):
+                dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1))
+        return Depthwise.forward(around, weight.flip(0)), dweight
 
 
-def _dot(x, y):
-    """(channels,): the sum of x y over rows and tokens."""
-    if not x.is_cpu:
-        return (x * y).sum((0, 1))
-    with torch.autocast("cpu", enabled=False):
-        return torch.linalg.vecdot(x, y, dim=1).sum(0)  # does not hold the products
+def _tokens_in_cache(x):
+    """(first, last + 1) of the tokens of x (B, T, channels) to do at once: as many as a cache holds; off a CPU all."""
+    B, T, channels = x.shape
+    step = max(16, 2**18 // max(1, B * channels)) if x.is_cpu else max(1, T)
+    return [(a, min(T, a + step)) for a in range(0, T, step)]
 
 
 def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
