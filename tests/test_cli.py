@@ -245,10 +245,15 @@ def test_bench_smoke_prints_tables_and_writes_json(run, monkeypatch, tmp_path):
 )
 def test_other_benches_print_tables_and_write_json(run, tmp_path, which, key):
     path = tmp_path / "numbers.json"
-    code, out, err = run("bench", which, "--smoke", "--json", str(path))
+    extra = ["--framework", "jax"] if which == "fwl" else []
+    code, out, err = run("bench", which, "--smoke", "--json", str(path), *extra)
     assert (code, err) == (0, "")
     assert f"Written to {path}" in out
-    assert json.loads(path.read_text())[key]
+    found = json.loads(path.read_text())
+    assert found[key]
+    if which == "fwl":
+        assert [set(r["timings"]) for r in found["fwl_frameworks"]] == [{"torch", "jax"}] * 2
+        assert all(r["error"] < 1e-5 for r in found["fwl_frameworks"])
 
 
 def test_bench_lm_compares_only_what_agrees(run, tmp_path, monkeypatch):

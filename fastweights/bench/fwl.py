@@ -3,16 +3,19 @@
 The published layer, and one that is refreshed every 64 tokens. On a GPU: the block alone beside its slow head alone, at
 the sizes the published code was measured at. "float32" makes products in full float32, "tf32" as JAX does on such a GPU
 unless told otherwise, "bfloat16" is autocast. On a CPU: a training step of a causal Transformer of six layers with a
-linear head, and with a Fast Weight Layer.
+linear head, and with a Fast Weight Layer. Then the block alone in every framework that is installed
+(fwl_frameworks.py).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from fastweights.bench import fwl_frameworks
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave
@@ -168,6 +171,46 @@ def run(
             results.append(Result(shape, precision, error, interleave(calls, repeats=repeats, device=device), peak))
             advance(f"{shape} {precision}", 1)
     return results
+
+
+def run_frameworks(
+    shapes: Sequence[Shape], device: str, repeats: int, advance: Advance, only: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Milliseconds of the block alone by framework, published and refreshed, in float32 as each makes products.
+
+    only: "jax", "keras", both, or "none"; all that are installed when absent.
+    """
+    frameworks, found = fwl_frameworks.chosen(only), []
+    if not frameworks:
+        return []
+    torch.backends.cuda.matmul.allow_tf32 = True  # as JAX does unless told otherwise
+    for shape in shapes:
+        for refresh in (None, REFRESH):
+            steps = fwl_frameworks.contestants(shape, device, frameworks, refresh)
+            error = fwl_frameworks.check(steps)
+            timings = interleave(steps, repeats=repeats)  # every step waits for its device
+            found.append(dict(shape=shape, refresh=refresh, error=error, timings=timings))
+            advance(f"{shape} in {', '.join(frameworks)}", 0.5)
+    return found
+
+
+def show_frameworks(found: Sequence[dict[str, Any]], device: str, console: Console) -> None:
+    """Print what `run_frameworks` found as a table."""
+    if not found:
+        return
+    table = new_table(f"The block alone by framework, forward+backward, ms on {device}")
+    for heading in ("B,T,D,size,V", "", *found[0]["timings"], "error"):
+        table.add_column(heading, justify="right")
+    for r in found:
+        kind = "published" if r["refresh"] is None else f"refresh={r['refresh']}"
+        cells = [milliseconds(t) for t in r["timings"].values()]
+        table.add_row(",".join(map(str, r["shape"])), kind, *cells, f"{r['error']:.0e}")
+    console.print(table)
+
+
+def payload_frameworks(found: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
+    """The same, for JSON."""
+    return [r | dict(timings={name: timing_dict(t) for name, t in r["timings"].items()}) for r in found]
 
 
 def show(results: Sequence[Result], device: str, console: Console) -> None:

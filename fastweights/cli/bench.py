@@ -264,11 +264,23 @@ def host(
     _write(path, report.payload(device) | {"host": bench_host.payload(results, shape, kind)})
 
 
-def fwl(device: On = Device.cpu, repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
+def fwl(
+    device: On = Device.cpu,
+    framework: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Framework besides PyTorch to time: jax, keras or none; repeatable. All installed ones when absent."
+        ),
+    ] = None,
+    repeats: Repeats = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
     """Time a Fast Weight Layer: on a CPU a training step with and without it, on a GPU the block alone.
 
     The layer is the output block that learns from the text it reads. It is timed in its published form and with a
-    refresh every 64 tokens, beside the same block that learns nothing.
+    refresh every 64 tokens, beside the same block that learns nothing. Then the block of every framework that is
+    installed, alone: PyTorch, JAX, and Keras on the backend it is set to.
 
     For example: `fastweights bench fwl --device cuda`
     """
@@ -278,10 +290,14 @@ def fwl(device: On = Device.cpu, repeats: Repeats = None, smoke: Smoke = False, 
 
     shapes = bench_fwl.SMOKE if smoke else bench_fwl.SHAPES[device]
     precisions = ["float32", "tf32", "bfloat16"] if device == Device.cuda else ["float32"]
-    with _agreeing(len(shapes) * len(precisions)) as advance:
-        results = bench_fwl.run(shapes, device, precisions, repeats or (2 if smoke else 10), advance)
+    samples = repeats or (2 if smoke else 10)
+    with _agreeing(len(shapes) * (len(precisions) + 1)) as advance:
+        results = bench_fwl.run(shapes, device, precisions, samples, advance)
+        frameworks = bench_fwl.run_frameworks(shapes, device, samples, advance, framework)
     bench_fwl.show(results, device, Console())
-    _write(path, report.payload(device) | {"fwl": bench_fwl.payload(results)})
+    bench_fwl.show_frameworks(frameworks, device, Console())
+    found = {"fwl": bench_fwl.payload(results), "fwl_frameworks": bench_fwl.payload_frameworks(frameworks)}
+    _write(path, report.payload(device) | found)
 
 
 def lm(

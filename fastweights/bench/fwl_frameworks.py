@@ -1,0 +1,140 @@
+"""The Fast Weight Layer of JAX/Flax and of Keras beside PyTorch's: forward+backward of the loss, the block alone.
+
+All have the same weights and inputs, in float32. JAX compiles the step; so does Keras on JAX and TensorFlow. The clock
+is the wall's, and every call ends when its gradients are there.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastweights.bench.agree import Disagreement
+from fastweights.core import FastWeightError
+from fastweights.torch import FWLBlock
+
+Step = Callable[[], Any]  # computes loss and gradients, returns the loss once they are there
+TOLERANCE = 1e-3  # of the loss, against PyTorch's: products may be made in TF32
+
+
+def chosen(only: Sequence[str] | None = None) -> list[str]:
+    """Frameworks besides PyTorch to time: those asked for, or all that can be imported here."""
+    needs = {"jax": ("jax", "flax"), "keras": ("keras", os.environ.get("KERAS_BACKEND", "tensorflow"))}
+    here = [name for name, parts in needs.items() if all(map(find_spec, parts))]
+    if not only:
+        return here
+    for name in only:
+        if name not in (*needs, "none"):
+            raise FastWeightError(f"framework is {name!r}; expected jax, keras or none")
+        if name != "none" and name not in here:
+            raise FastWeightError(
+                f"framework is {name!r}, which is not installed; expected {' and '.join(needs[name])}"
+            )
+    return [name for name in here if name in only]
+
+
+def contestants(shape: tuple[int, ...], device: str, frameworks: list[str], refresh: int | None) -> dict[str, Step]:
+    """{framework: a step of the block}, PyTorch's first, at (B, T, D, size, V); published, or with a refresh."""
+    B, T, D, size, V = shape
+    how: dict[str, Any] = {} if refresh is None else dict(refresh=refresh, normalizer=1.0, step_size=1 / D)
+    torch.manual_seed(0)
+    block = FWLBlock(size, V, inputs=D, **how)
+    weights = {name: p.detach().numpy().copy() for name, p in block.named_parameters()}
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((B, T, D)).astype(np.float32), rng.integers(V, size=(B, T))
+    problem = x, labels, np.ones((B, T), np.float32)
+    makers = {"jax": _jax, "keras": _keras}
+    found = {"torch": _torch(block.to(device), problem, device)}
+    return found | {name: makers[name](shape, how, weights, problem) for name in frameworks}
+
+
+def check(steps: dict[str, Step]) -> float:
+    """The largest deviation of a framework's loss from PyTorch's; raises where it is too large."""
+    losses = {name: float(np.asarray(step())) for name, step in steps.items()}
+    worst = max(abs(loss - losses["torch"]) / abs(losses["torch"]) for loss in losses.values())
+    if not worst <= TOLERANCE:
+        raise Disagreement(f"losses of the block are {losses}; expected the same to {TOLERANCE}. Nothing is reported.")
+    return worst
+
+
+def _torch(block, problem, device):
+    x, labels, weights = (torch.from_numpy(a).to(device) for a in problem)
+    x.requires_grad_()
+
+    def step():
+        loss = block.loss(x, labels, weights)
+        torch.autograd.grad(loss, [x, *block.parameters()], allow_unused=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return loss.item()
+
+    return step
+
+
+def _jax(shape, how, weights, problem):
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others are on the device too
+    import jax
+
+    import fastweights.jax as fw
+
+    block = fw.FWLBlock(shape[3], shape[4], **how)
+    x, labels, mask = map(jax.numpy.asarray, problem)
+    params = {name: jax.numpy.asarray(w) for name, w in weights.items()}
+    loss_of = lambda params, x: block.apply({"params": params}, x, labels, mask, method="loss")  # noqa: E731
+    run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    return lambda: jax.block_until_ready(run(params, x))[0]
+
+
+def _keras(shape, how, weights, problem):
+    import keras
+
+    import fastweights.keras as fw
+
+    block = fw.FWLBlock(shape[3], shape[4], inputs=shape[2], **how)
+    fw.import_parameters(block, weights)
+    x, labels, mask = (keras.ops.convert_to_tensor(a) for a in problem)
+    variables = block.trainable_variables
+    return {"jax": _keras_jax, "torch": _keras_torch, "tensorflow": _keras_tensorflow}[keras.backend.backend()](
+        lambda x: block.loss(x, labels, mask), x, variables
+    )
+
+
+def _keras_jax(loss, x, variables):
+    import jax
+    import keras
+
+    def loss_of(values, x):
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            return loss(x)
+
+    run, values = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1))), [v.value for v in variables]
+    return lambda: jax.block_until_ready(run(values, x))[0]
+
+
+def _keras_torch(loss, x, variables):
+    x = x.detach().requires_grad_()
+
+    def step():
+        value = loss(x)
+        torch.autograd.grad(value, [x, *(v.value for v in variables)], allow_unused=True)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return value.item()
+
+    return step
+
+
+def _keras_tensorflow(loss, x, variables):
+    import tensorflow as tf
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(x)
+        return value, tape.gradient(value, [x, *(v.value for v in variables)])
+
+    return lambda: run(x)[0].numpy()
