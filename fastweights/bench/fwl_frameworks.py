@@ -60,11 +60,11 @@ def check(steps: dict[str, Step]) -> float:
     return worst
 
 
-def _torch(block, problem, device):
+def _torch(block: FWLBlock, problem: tuple[np.ndarray, ...], device: str) -> Step:
     x, labels, weights = (torch.from_numpy(a).to(device) for a in problem)
     x.requires_grad_()
 
-    def step():
+    def step() -> float:
         loss = block.loss(x, labels, weights)
         torch.autograd.grad(loss, [x, *block.parameters()], allow_unused=True)
         if device == "cuda":
@@ -74,7 +74,7 @@ def _torch(block, problem, device):
     return step
 
 
-def _jax(shape, how, weights, problem):
+def _jax(shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], problem: tuple[np.ndarray, ...]) -> Step:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others are on the device too
     import jax
 
@@ -88,7 +88,9 @@ def _jax(shape, how, weights, problem):
     return lambda: jax.block_until_ready(run(params, x))[0]
 
 
-def _keras(shape, how, weights, problem):
+def _keras(
+    shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], problem: tuple[np.ndarray, ...]
+) -> Step:
     import keras
 
     import fastweights.keras as fw
@@ -102,11 +104,11 @@ def _keras(shape, how, weights, problem):
     )
 
 
-def _keras_jax(loss, x, variables):
+def _keras_jax(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
     import jax
     import keras
 
-    def loss_of(values, x):
+    def loss_of(values: list, x: Any) -> Any:
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             return loss(x)
 
@@ -114,10 +116,10 @@ def _keras_jax(loss, x, variables):
     return lambda: jax.block_until_ready(run(values, x))[0]
 
 
-def _keras_torch(loss, x, variables):
+def _keras_torch(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
     x = x.detach().requires_grad_()
 
-    def step():
+    def step() -> float:
         value = loss(x)
         torch.autograd.grad(value, [x, *(v.value for v in variables)], allow_unused=True)
         if x.is_cuda:
@@ -127,11 +129,11 @@ def _keras_torch(loss, x, variables):
     return step
 
 
-def _keras_tensorflow(loss, x, variables):
+def _keras_tensorflow(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
     import tensorflow as tf
 
     @tf.function(autograph=False)
-    def run(x):
+    def run(x: Any) -> tuple:
         with tf.GradientTape() as tape:
             tape.watch(x)
             value = loss(x)
