@@ -37,7 +37,14 @@ def chosen(only: Sequence[str] | None = None) -> list[str]:
 
 
 def contestants(shape: tuple[int, ...], device: str, frameworks: list[str], refresh: int | None) -> dict[str, Step]:
-    """{framework: a step of the block}, PyTorch's first, at (B, T, D, size, V); published, or with a refresh."""
+    """{framework: a step of the block}, PyTorch's first, at (B, T, D, size, V); published, or with a refresh.
+
+    Args:
+        shape: (B, T, D, size, V): texts, tokens, width of the input, width of the block, vocabulary.
+        device: of PyTorch's; the others choose theirs.
+        frameworks: what `chosen` returned.
+        refresh: tokens per chunk of the chunked layer; None for the layer as published.
+    """
     B, T, D, size, V = shape
     how: dict[str, Any] = {} if refresh is None else dict(refresh=refresh, normalizer=1.0, step_size=1 / D)
     torch.manual_seed(0)
@@ -61,6 +68,7 @@ def check(steps: dict[str, Step]) -> float:
 
 
 def _torch(block: FWLBlock, problem: tuple[np.ndarray, ...], device: str) -> Step:
+    """The step of PyTorch's block; with CUDA it waits until the gradients are there."""
     x, labels, weights = (torch.from_numpy(a).to(device) for a in problem)
     x.requires_grad_()
 
@@ -75,6 +83,7 @@ def _torch(block: FWLBlock, problem: tuple[np.ndarray, ...], device: str) -> Ste
 
 
 def _jax(shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], problem: tuple[np.ndarray, ...]) -> Step:
+    """The step of Flax's block, compiled: loss and the gradients of parameters and input in one function."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others are on the device too
     import jax
 
@@ -91,6 +100,7 @@ def _jax(shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], p
 def _keras(
     shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], problem: tuple[np.ndarray, ...]
 ) -> Step:
+    """The step of Keras's block, differentiated as its backend does."""
     import keras
 
     import fastweights.keras as fw
@@ -105,6 +115,7 @@ def _keras(
 
 
 def _keras_jax(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
+    """On JAX: variables become arguments of a pure function, which is differentiated and compiled."""
     import jax
     import keras
 
@@ -117,6 +128,7 @@ def _keras_jax(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
 
 
 def _keras_torch(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
+    """On PyTorch: autograd, not compiled."""
     x = x.detach().requires_grad_()
 
     def step() -> float:
@@ -130,6 +142,7 @@ def _keras_torch(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
 
 
 def _keras_tensorflow(loss: Callable[[Any], Any], x: Any, variables: list) -> Step:
+    """On TensorFlow: a gradient tape inside a compiled function."""
     import tensorflow as tf
 
     @tf.function(autograph=False)

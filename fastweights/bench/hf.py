@@ -23,6 +23,7 @@ from fastweights.bench.timing import Advance, Call, Clock, CpuClock, CudaClock
 from fastweights.core import FastWeightError
 from fastweights.hf.accelerate import RULES, accelerate, gated_delta_rule
 
+# How far ours may be from theirs, of the largest number: both sum in other orders.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 PARTS = ("rule", "layer", "model")
 
@@ -47,7 +48,10 @@ SMOKE = {"tiny": Size(32, 2, 8, LAYERS, tokens=20, new=2)}
 
 
 class Family(NamedTuple):
-    """A family of transformers: its module and config there, and the fields of a config that say its linear layers."""
+    """A family of transformers: its module and config there, and the fields of a config that say its linear layers.
+
+    fields: from a size to arguments of the config that only this family has.
+    """
 
     module: str
     config: str
@@ -55,11 +59,13 @@ class Family(NamedTuple):
 
 
 def _heads(size: Size) -> dict[str, Any]:
+    """Fields for the linear layers of the families that name them as Qwen3-Next does."""
     return dict(linear_key_head_dim=size.width, linear_value_head_dim=size.width, linear_num_key_heads=size.heads,
                 linear_num_value_heads=size.heads)  # fmt: skip
 
 
 def _kimi(size: Size) -> dict[str, Any]:
+    """Fields for Kimi Linear: its decay is per channel, and its full attention is compressed to half the width."""
     half = size.width // 2
     return dict(linear_head_dim=size.width, linear_num_heads=size.heads, kv_lora_rank=half, qk_rope_head_dim=half,
                 qk_nope_head_dim=half, v_head_dim=size.width, mlp_layer_types=["dense"] * len(size.layers))  # fmt: skip
@@ -97,6 +103,7 @@ class ProcessorClock:
     """Processor time of this process: what other programs take does not count. For one thread."""
 
     def sample(self, call: Call) -> Callable[[], float]:
+        """Call it; a function that says the milliseconds of processor time it took."""
         start = time.process_time()
         call()
         elapsed = 1e3 * (time.process_time() - start)
@@ -104,14 +111,25 @@ class ProcessorClock:
 
 
 def clock(device: str) -> "Clock | ProcessorClock":
-    """The GPU's own clock; on a CPU the wall's, or the processor's where there is one thread."""
+    """The GPU's own clock; on a CPU the wall's, or the processor's where there is one thread.
+
+    On a shared machine the wall's clock counts what other programs take; with one thread processor time is the better.
+    """
     if device == "cuda":
         return CudaClock()
     return ProcessorClock() if torch.get_num_threads() == 1 else CpuClock()
 
 
 def build(family: str, size: Size, device: str, dtype: torch.dtype) -> Any:
-    """A random model of a family; raises FastWeightError where this transformers has none."""
+    """A random model of a family; raises FastWeightError where this transformers has none.
+
+    Weights are drawn anew, since some of transformers' own are left as they were allocated when there is no checkpoint.
+
+    Args:
+        family: name in FAMILIES.
+        size: of the model.
+        device, dtype: where it lives and what its weights are.
+    """
     try:
         from transformers import AutoModelForCausalLM, logging
 
@@ -138,7 +156,15 @@ def build(family: str, size: Size, device: str, dtype: torch.dtype) -> Any:
 
 def run(families: Sequence[str], sizes: dict[str, Size], device: str, dtype: torch.dtype, repeats: int,
         advance: Advance) -> tuple[list[Result], dict[str, str]]:  # fmt: skip
-    """(results, why a family was left out)."""
+    """(results, why a family was left out).
+
+    Args:
+        families: names in FAMILIES.
+        sizes: {name: Size}.
+        device, dtype: of the models.
+        repeats: turns; each times both sides.
+        advance: moves a progress bar.
+    """
     results, left_out = [], {}
     for family in families:
         for name, size in sizes.items():
@@ -157,7 +183,11 @@ def run(families: Sequence[str], sizes: dict[str, Size], device: str, dtype: tor
 
 def _parts(family: str, name: str, size: Size, model: Any, device: str, dtype: torch.dtype,
            repeats: int) -> Iterator[Result]:  # fmt: skip
-    """The delta rule, the layer and the model of one family and size."""
+    """The delta rule, the layer and the model of one family and size.
+
+    Both sides have the same weights: ours is a copy of the model, whose layers `accelerate` then changes. The rule is
+    the one that the family's own code names, found by looking into its forward pass.
+    """
     ours = copy.deepcopy(model)
     our_layer = accelerate(ours).layers[0]
     with accelerate(model) as found:
@@ -190,24 +220,31 @@ Side = tuple[Callable[[], Tensor], list[Tensor]]  # a call, and what it is diffe
 
 
 def _of_rule(function: Callable, leaves: list[Tensor]) -> Side:
+    """The delta rule alone: q, k, v (1, T, H, K), log decay g and beta."""
     q, k, v, g, beta = leaves
     return lambda: function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0], leaves
 
 
 def _of_layer(layer: Any, x: Tensor) -> Side:
+    """A whole layer, with projections, convolution, norm and gate."""
     return lambda: layer(x), [x, *layer.parameters()]
 
 
 def _of_model(model: Any, tokens: Tensor) -> Side:
+    """A model's forward pass to its logits, without a cache."""
     return lambda: model(tokens, use_cache=False).logits, list(model.parameters())
 
 
 def _of_writing(model: Any, prompt: Tensor, new: int) -> Callable[[], Tensor]:
+    """Greedy generation of `new` tokens after a prompt."""
     return lambda: model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False)
 
 
 def _timed(sides: tuple[Side, Side], device: str, dtype: torch.dtype, repeats: int, what: str) -> tuple[Times, Times]:
-    """(forward without gradients, forward+backward) of both, which must give the same."""
+    """(forward without gradients, forward+backward) of both, which must give the same.
+
+    Nothing is timed before outputs and gradients agree within TOLERANCE; a faster wrong answer is no answer.
+    """
 
     theirs, ours = sides
 
@@ -230,7 +267,11 @@ def _timed(sides: tuple[Side, Side], device: str, dtype: torch.dtype, repeats: i
 
 
 def _in_turns(calls: tuple[Call, Call], device: str, repeats: int) -> Times:
-    """Theirs and ours, in turns, after one call each that does not count."""
+    """Theirs and ours, in turns, after one call each that does not count.
+
+    In turns, because a machine's speed drifts: the ratio is taken turn by turn and then its median, so a slow minute
+    hits both sides of a ratio.
+    """
     theirs, ours = calls
     theirs()
     ours()

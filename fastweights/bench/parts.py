@@ -20,6 +20,7 @@ from fastweights.models.language_model import FeedForward, LanguageModel
 from fastweights.models.mixers import FastWeightMixer
 from fastweights.torch import nn as layers
 
+# names of the parts as the table shows them
 PRODUCTS, MEMORY, CONV, NORMS, FF = "projections", "memory", "convolution", "norms and gates", "feed-forward"
 HEAD, OPTIMISER, HOST = "head and loss", "optimiser", "host"
 FUSED, BOTH = "fused kernels (compiled)", "projections and feed-forward (compiled)"
@@ -40,7 +41,12 @@ def _named(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def marked(model: LanguageModel) -> Iterator[None]:
-    """While it lasts, the parts of the model say to the profiler which they are."""
+    """While it lasts, the parts of the model say to the profiler which they are.
+
+    Marks are hooks before and after a module's forward pass. The memory and the convolution are functions, which are
+    wrapped for the time being. Marks may nest: the innermost counts. A compiled model is left as it is, since a hook
+    would make torch.compile start again.
+    """
     open_marks: list[record_function] = []
     handles: list[Any] = []
 
@@ -64,6 +70,7 @@ def marked(model: LanguageModel) -> Iterator[None]:
                     mark(module, FF)
                 elif isinstance(module, nn.Linear) and module not in block.feed_forward.children():
                     mark(module, PRODUCTS)
+        # The two that are functions and no modules.
         layers.OPS = ops._replace(fast_weight=_named(MEMORY, ops.fast_weight))
         attention.convolve = _named(CONV, convolve)
     try:
@@ -75,7 +82,17 @@ def marked(model: LanguageModel) -> Iterator[None]:
 
 
 def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int = 3) -> dict[str, float]:
-    """Milliseconds of a step by part. On a GPU by its own clock, "host" is the time in which it had nothing to do."""
+    """Milliseconds of a step by part. On a GPU by its own clock, "host" is the time in which it had nothing to do.
+
+    Args:
+        model: whose modules are marked.
+        step: makes one training step.
+        device: "cpu" or "cuda".
+        steps: to profile, and to time without the profiler.
+
+    Returns:
+        {part: milliseconds}; on a CPU the parts add up to the time of a step without the profiler.
+    """
     gpu = device == "cuda"
     wait = torch.cuda.synchronize if gpu else lambda: None
     kinds = torch.profiler.ProfilerActivity
@@ -102,7 +119,15 @@ def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int
 
 
 def _added(events: list[Any], gpu: bool) -> Any:
-    """Microseconds by part."""
+    """Microseconds by part.
+
+    Every operation of the forward pass has a number by which autograd finds its gradient. So the number that an
+    operation of the backward pass carries says which part made it.
+
+    Args:
+        events: of the profiler, those on the CPU.
+        gpu: count kernels that the events launched, instead of the events' own time.
+    """
     forward: dict[int, str] = {}  # autograd's number of an operation -> its part
     for e in sorted(events, key=lambda e: e.time_range.start):
         part = _mark_above(e)
@@ -120,16 +145,26 @@ def _added(events: list[Any], gpu: bool) -> Any:
 
 
 def _above(e: Any) -> Iterator[Any]:
+    """An event and the events that it happened inside of, innermost first."""
     while e is not None:
         yield e
         e = e.cpu_parent
 
 
 def _mark_above(e: Any) -> str | None:
+    """The part of the innermost mark around an event; None outside of all."""
     return next((a.name.removeprefix(MARK) for a in _above(e) if a.name.startswith(MARK)), None)
 
 
 def _part(e: Any, forward: dict[int, str], kernel: str) -> str:
+    """The part that an operation or kernel belongs to: by its mark, by the name of what encloses it, or by its forward
+    pass.
+
+    Args:
+        e: event of the profiler.
+        forward: autograd's number of an operation -> its part.
+        kernel: name of the GPU kernel, or of the operation.
+    """
     names = [a.name for a in _above(e)]
     if any(name.startswith("Optimizer.") or "_foreach_" in name or "clip_grad" in name for name in names):
         return OPTIMISER

@@ -28,6 +28,7 @@ from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.text.tokenizer import Bytes
 
+# Shape and batch of each size; "0.9 M" is the application's default on a laptop.
 SIZES: dict[str, dict[str, Any]] = {
     "0.9 M": {},
     "8 x 512": dict(depth=8, dim=512, heads=8, length=1024, batch=32),
@@ -43,7 +44,12 @@ PEER = "FLA"
 
 @dataclass
 class Result:
-    """One model at one size.  ready: seconds until the first steps were done;  loss: after them, per token."""
+    """One model at one size.  ready: seconds until the first steps were done;  loss: after them, per token.
+
+    size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "compiled" or "eager";
+    share_of_peak: the arithmetic that the model needs over what the device could do in that time;  peak_bytes: the most
+    GPU memory that was held at once;  parts: milliseconds by part of the model, where they were asked for.
+    """
 
     size: str
     model: str
@@ -60,7 +66,14 @@ class Result:
 
 
 def corpus(tokens: int, vocab: int) -> Corpus:
-    """Random documents of DOCUMENT tokens, each after its start token."""
+    """Random documents of DOCUMENT tokens, each after its start token.
+
+    Random tokens cost what real ones cost, and no corpus has to be on the machine.
+
+    Args:
+        tokens: in all.
+        vocab: size of the vocabulary; its last token starts documents.
+    """
     rng = np.random.default_rng(0)
     text = rng.integers(0, vocab - 1, tokens).astype(np.uint16 if vocab <= 2**16 else np.uint32)
     at = np.arange(0, tokens, DOCUMENT)
@@ -80,13 +93,19 @@ class PeersMixer(nn.Module):
         self.layer = DeltaNet(hidden_size=dim, num_heads=heads, use_gate=False, use_short_conv=True, conv_size=4)
 
     def forward(self, x: Tensor, state: Any, pieces: Any, mask: Any = None) -> tuple[Tensor, Any]:
+        """x (B, T, D) through the layer; state, pieces and mask belong to our layers and are not used."""
         return self.layer(x)[0], state
 
     def init_state(self, batch: int) -> tuple[()]:
+        """Nothing is carried."""
         return ()
 
 
 def _trainer(config: Config, vocab: int, device: str, peer: bool, texts: Corpus) -> Trainer:
+    """A trainer of the application around a model of this configuration, without a folder for its run.
+
+    peer: put FLA's layer into every block.  texts: what it trains on.
+    """
     torch.manual_seed(0)
     model = LanguageModel(config, vocab)
     if peer:
@@ -98,7 +117,20 @@ def _trainer(config: Config, vocab: int, device: str, peer: bool, texts: Corpus)
 def measure(
     size: str, config: Config, vocab: int, device: str, *, repeats: int, peer: bool = False, profile: bool = False
 ) -> Result:
-    """Whole steps of one model, as `fastweights train` makes them."""
+    """Whole steps of one model, as `fastweights train` makes them.
+
+    Three steps first, which compile and fill caches; then three rounds, of which the median counts. A round ends when
+    the device has nothing left to do.
+
+    Args:
+        size: name of the size, for the result.
+        config: of the model and its training.
+        vocab: size of the vocabulary.
+        device: "cpu" or "cuda".
+        repeats: steps that are timed, in all rounds together.
+        peer: time FLA's layer in the place of ours.
+        profile: also say where the time goes.
+    """
     torch.compiler.reset()  # a process may compile one function for few models
     texts = corpus((repeats + 12) * config.batch * config.length + 1, vocab)
     trainer = _trainer(config, vocab, device, peer, texts)
@@ -147,7 +179,15 @@ def measure(
 def cases(
     sizes: dict[str, dict[str, Any]], models: Sequence[str], heads: Sequence[str], device: str, peers: bool
 ) -> list[tuple[str, Config, bool]]:
-    """(size, configuration, whether a peer's block takes the mixer's place) of everything to time."""
+    """(size, configuration, whether a peer's block takes the mixer's place) of everything to time.
+
+    Args:
+        sizes: settings by name of the size.
+        models: names of models; a transformer is timed with the first head only.
+        heads: output layers, "linear" or "fwl".
+        device: on "cuda" each is timed eager and compiled.
+        peers: also time FLA's DeltaNet, beside ours.
+    """
     found = []
     for size, settings in sizes.items():
         for model in models:
@@ -157,6 +197,7 @@ def cases(
                         (size, Config.of("laptop", **settings, model=model, head=head, compile=compiled), False)
                     )
         if peers:
+            # ours and the peer's with the same head, both eager: the peer's layer reads no packed documents
             found.append((size, Config.of("laptop", **settings, model="deltanet", head="linear", compile=False), False))
             found.append((size, Config.of("laptop", **settings, model="deltanet", head="linear", compile=False), True))
     return found
@@ -172,7 +213,17 @@ def run(
     advance: Advance,
     tell: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Everything, one after the other; raises where eager and compiled disagree."""
+    """Everything, one after the other; raises where eager and compiled disagree.
+
+    Args:
+        asked: what `cases` returned.
+        vocab: size of the vocabulary.
+        device: "cpu" or "cuda".
+        repeats: timed steps of each.
+        profile: also by part of the model.
+        advance: moves a progress bar.
+        tell: called with each result as it comes.
+    """
     results: list[Result] = []
     for size, config, peer in asked:
         result = measure(size, config, vocab, device, repeats=repeats, peer=peer, profile=profile)
@@ -193,6 +244,7 @@ def run(
 
 
 def show(results: Sequence[Result], device: str, console: Console) -> None:
+    """Print the speeds as one table, and one table per size of the milliseconds by part where there are any."""
     table = new_table(f"training steps on {device}: data, forward, backward, clipping and AdamW")
     for heading in ("size", "model", "head", "blocks"):
         table.add_column(heading)
@@ -219,4 +271,5 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
 
 
 def payload(results: Sequence[Result], vocab: int) -> dict[str, object]:
+    """What goes to the JSON file."""
     return {"vocabulary": vocab, "results": [asdict(r) for r in results]}

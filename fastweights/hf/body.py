@@ -50,7 +50,11 @@ def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
 
 
 class FastBody:
-    """The chosen matrices of a model.  names: of their weights;  step, clip: e and the largest length of a gradient."""
+    """The chosen matrices of a model.  names: of their weights;  step, clip: e and the largest length of a gradient.
+
+    Each chosen layer gets a forward hook that adds x S to its answer. `now` holds the S of the pass that is running, in
+    a context variable, so that two threads can read two texts with one model.
+    """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, clip: float):
         if not names:
@@ -63,6 +67,7 @@ class FastBody:
 
     @staticmethod
     def _module(model, name):
+        """The module whose weight has this name; raises where it is no layer with a matrix."""
         known = dict(model.named_modules())
         module = known.get(name.removesuffix(".weight"))
         weight = getattr(module, "weight", None)
@@ -81,7 +86,15 @@ class FastBody:
         return tuple(found)
 
     def _add(self, i: int, module: nn.Module, given: tuple, out: Tensor) -> Tensor | None:
-        """out + x S: what the layer answers by what the text has taught it."""
+        """out + x S: what the layer answers by what the text has taught it.
+
+        Args:
+            i: number of the chosen matrix.
+            module, given, out: what PyTorch hands a hook: the layer, its arguments and its answer.
+
+        Returns:
+            The new answer, or None, which leaves it, outside of a pass that learns.
+        """
         learned = self.now.get()
         if learned is None:
             return None
@@ -101,16 +114,19 @@ class FastBody:
         bias = getattr(output, "bias", None)
         with torch.no_grad():
             bias = x.new_zeros(len(output.weight)) if bias is None else bias
+            # r is the gradient of each token's loss by its features; 1 / count makes the loss a mean per text.
             _, r = cross_entropy.head(x.detach(), output.weight.mT, bias, labels)
             count = (torch.ones_like(labels) if real is None else real).to(r.dtype)
             r = r * (count / count.sum(1, keepdim=True).clamp(min=1))[..., None]
         gradients = torch.autograd.grad(x, learned, r.to(x.dtype), retain_graph=keep)
         with torch.no_grad():
+            # One length over all chosen matrices of a text: clipping keeps the direction of the step.
             norm = torch.stack([g.square().sum((1, 2)) for g in gradients]).sum(0).sqrt()
             step = (self.step * (self.clip / (norm + 1e-12)).clamp(max=1.0))[:, None, None]
             return tuple(S.detach() - step * g for S, g in zip(learned, gradients, strict=True))
 
     def remove(self) -> None:
+        """Take the hooks off: the model answers as it did before."""
         for handle in self.handles:
             handle.remove()
 

@@ -48,15 +48,26 @@ READ_CURVES = {
 
 
 def model_block(reading: Reading, found: dict[str, Found]) -> bytes:
-    """Everything about one model, compressed: a JSON header and the arrays it names."""
+    """Everything about one model, compressed: a JSON header and the arrays it names.
+
+    Args:
+        reading: losses of every way to read the text, and the closed probe.
+        found: by the name of a memory, where its reads came from; memories that are not in it get no sources on the
+            page.
+
+    Returns:
+        What `page` puts into a script element of the page; `_packed` says how it is laid out.
+    """
     T, probe = len(reading.text.tokens), reading.probe
     text, lengths = pieces(reading)
+    # Numbers of every token go into arrays of one or two bytes each; whatever is small or named goes into the header.
     arrays: dict[str, np.ndarray] = dict(chars=np.minimum(lengths, 65535).astype(np.uint16))
     for mode in reading.modes:
         arrays[f"loss.{mode.key}"] = _bits(mode.losses)
     for back in reading.rolled_back:
         arrays[f"back.{back.at}"] = _bits(back.losses)
     memories: list[dict[str, Any]] = []
+    # One entry per memory; those whose sources were followed also get arrays, numbered in their order.
     names = probe_figures.short_names(probe.memories)
     for record in probe.memories:
         one: dict[str, Any] = dict(name=names[record.name], rule=record.rule, heads=record.beta.shape[-1])
@@ -84,7 +95,11 @@ def model_block(reading: Reading, found: dict[str, Found]) -> bytes:
 
 
 def pieces(reading: Reading) -> tuple[str, np.ndarray]:
-    """The text, and how many of its characters each token ends with; a character belongs to its last byte's token."""
+    """The text, and how many of its characters each token ends with; a character belongs to its last byte's token.
+
+    A token of a byte tokenizer may be half a character; that token then has 0 characters, and the one that completes
+    the character has it.
+    """
     data, widths = reading.text.data, reading.widths
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     ends = np.cumsum(widths)
@@ -99,12 +114,23 @@ def most_overwritten(found: dict[str, Found]) -> list[dict[str, Any]]:
     if not found:
         return []
     taken = np.sum([f.taken for f in found.values()], 0)
+    # Largest first; a token of which nothing was taken is no news, and is left out.
     order = np.argsort(-taken)[:TOP]
     return [dict(token=int(t), taken=float(taken[t])) for t in order if taken[t] > 0]
 
 
 def _of_memory(i, record, found, T):
-    """Arrays of one memory, heads together: sources, and what each token wrote."""
+    """Arrays of one memory, heads together: sources, and what each token wrote.
+
+    Shares, beta, errors and cosines become one byte each, 0 to 255, after being mapped to 0..1: beta and the error
+    relative to the value may reach 2, a cosine starts at -1.
+
+    Args:
+        i: number of the memory on the page; names of arrays end in it.
+        record: what the probe measured, tokens (1, T * writes, H).
+        found: its `Found`.
+        T: tokens of the text.
+    """
     by_token = lambda x: x[0].mean(-1).reshape(T, -1).mean(-1)  # noqa: E731
     value = np.maximum(by_token(record.value), 1e-30)
     made: dict[str, np.ndarray] = {}
@@ -121,7 +147,11 @@ def _of_memory(i, record, found, T):
 
 
 def _figures(probe):
-    """Plotly's figures as JSON, and the sentence beside each."""
+    """Plotly's figures as JSON, and the sentence beside each.
+
+    Maps (a row per head, a column per token) where there are memories; curves of memories and of Fast Weight Layers
+    where the model has them. All are thinned to POINTS columns, so the page stays small for a long text.
+    """
     made: dict[str, list[dict[str, Any]]] = dict(maps=[], curves=[])
     if probe.memories:
         for kind, title in MAPS.items():
@@ -135,24 +165,32 @@ def _figures(probe):
 
 
 def _figure(kind, title, about, figure):
+    """One chart for the page: without a background of its own, so that it fits a light and a dark page."""
     figure.update_layout(template="none", paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", autosize=True)
     return dict(kind=kind, title=title, about=about, figure=json.loads(figure.to_json()))
 
 
 def _per_byte(losses, reading):
+    """Losses (T,) in nats as bits per byte of the whole text."""
     return float(losses.sum() / math.log(2) / max(1, reading.widths.sum()))
 
 
 def _bits(losses):
+    """Losses in nats as bytes, in sixteenths of a bit; more than 15.9 bits are shown as 15.9."""
     return np.clip(np.round(losses / math.log(2) * STEPS_PER_BIT), 0, 255).astype(np.uint8)
 
 
 def _byte(x):
+    """Numbers from 0 to 1 as bytes from 0 to 255; what is not a number becomes 0, and what is outside is cut."""
     return np.clip(np.round(np.nan_to_num(x) * 255), 0, 255).astype(np.uint8)
 
 
 def _packed(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
-    """[length of the header][header as JSON][arrays, each from a multiple of 4 on], compressed."""
+    """[length of the header][header as JSON][arrays, each from a multiple of 4 on], compressed.
+
+    The header's `arrays` say of each: its type, its shape, and where it starts after the header. The browser makes
+    typed arrays that look into the inflated block without copying; those must start at a multiple of 4.
+    """
     listed, body, at = {}, [], 0
     for name, x in arrays.items():
         data = np.ascontiguousarray(x).tobytes()
@@ -166,7 +204,15 @@ def _packed(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def page(blocks: list[bytes], title: str) -> str:
-    """The page of one model, or of several side by side."""
+    """The page of one model, or of several side by side.
+
+    Args:
+        blocks: one per model, as `model_block` makes them.
+        title: heading of the page and of the browser's tab.
+
+    Returns:
+        HTML with style, script, Plotly and data inside: it can be mailed, and opens without a network.
+    """
     from plotly.offline import get_plotlyjs
 
     here = files("fastweights.inspect")

@@ -67,7 +67,15 @@ ADAPTED = "The memory is carried, and the Fast Weight Layer learns from every to
 
 
 def check_text(path: Path, data: bytes) -> None:
-    """Raise unless these bytes are text."""
+    """Raise unless these bytes are text.
+
+    A zero byte says a binary file at once. Text in another encoding than UTF-8 passes as long as few bytes are garbled:
+    the page shows it with replacement characters.
+
+    Args:
+        path: for the message.
+        data: the whole file.
+    """
     if b"\0" in data:
         raise FastWeightError(f"{path} is not text: byte {data.index(0)} of it is 0; expected a text file")
     text = data.decode("utf-8", "replace")
@@ -77,7 +85,26 @@ def check_text(path: Path, data: bytes) -> None:
 
 
 def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watch: Watch) -> Reading:
-    """Read a file with a run of `fastweights train`."""
+    """Read a file with a run of `fastweights train`.
+
+    The text is read once under the probe with the memory carried, which gives the losses with memory and, where the
+    model has a Fast Weight Layer, those with the layer learning; then without a memory; then again from each memory
+    that can be rolled back to.
+
+    Args:
+        run: folder of the run.
+        file: text file.
+        every: tokens between two measurements of a memory.
+        limit: tokens of the file to read; 0 for all.
+        device: "cpu" or "cuda".
+        watch: called after each segment, while the probe still holds that segment's keys and values.
+
+    Returns:
+        Losses by mode, and the probe.
+
+    Raises:
+        FastWeightError: the model has no fast-weight memory, or the file is not text.
+    """
     model = run_folder.load(run, device=device)
     if not any(isinstance(m, FastWeightAttention) for m in model.modules()):
         raise FastWeightError(f"run {run} has blocks {', '.join(model.config.mixers)}; expected at least one with a "
@@ -90,6 +117,7 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
     size = LONG if T > LONG_TEXT else SEGMENT
     watch.begin(T)
     state, slow, fast = model.init_state(1), [], []
+    # The memory at the start of each segment is kept: some of them are what the page can roll back to.
     states: dict[int, Any] = {}
     with torch.no_grad(), probe(model, every=every, keep=True) as seen:
         for at in range(0, T, size):
@@ -100,6 +128,7 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
             slow.append(scores.loss if scores.slow is None else scores.slow)
             fast.append(scores.loss)
             watch(seen)
+    # The same text once more, in windows that each start with an empty memory: what there is to gain.
     static = evaluation.score(model, [text], "static").losses[0]
     modes = [Mode("static", "memory off", WINDOWS.format(model.config.length), static),
              Mode("memory", "memory on", CARRIED, _joined(slow))]  # fmt: skip
@@ -111,12 +140,25 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
 
 
 def _repeated(rows: int, x: Tensor) -> Tensor:
+    """A tensor (1, ...) as (rows, ...), each row with memory of its own: a state for several windows at once."""
     return x.expand(rows, *x.shape[1:]).contiguous()
 
 
 @torch.no_grad()
 def _from_memory(model: Any, row: Tensor, blocks: Any) -> np.ndarray:
-    """Losses of a text (1, n + 1) in windows that all start from the same memory."""
+    """Losses of a text (1, n + 1) in windows that all start from the same memory.
+
+    Windows are as long as those of training, and up to 8 are read as rows of one batch; the last, shorter one is read
+    alone.
+
+    Args:
+        model: the language model.
+        row: tokens (1, n + 1), the first of which is only read.
+        blocks: state of the blocks at the first token, of one row; the Fast Weight Layer starts as trained.
+
+    Returns:
+        (n,) in nats.
+    """
     length, T, losses = model.config.length, row.shape[1] - 1, []
     for at in range(0, T, 8 * length):
         part = row[0, at : at + 8 * length + 1]
@@ -141,7 +183,22 @@ def _points(states: dict[int, Any], T: int) -> list[int]:
 def read_hf(
     folder: Path, file: Path, *, head: Path | None, every: int, limit: int, window: int, device: str, watch: Watch
 ) -> Reading:
-    """Read a file with a model of Hugging Face: one of ours, one whose layers `accelerate` knows, or with a head."""
+    """Read a file with a model of Hugging Face: one of ours, one whose layers `accelerate` knows, or with a head.
+
+    Three cases. One of our models carries its memory through the text, once with its Fast Weight Layer off and once on.
+    A hybrid of Hugging Face is given our operation by `accelerate`, which is what the probe can look into, and reads
+    windows. With a head of `fastweights hf adapt`, the model reads a sliding window, with the head off and on.
+
+    Args:
+        folder: of the model, or a GGUF file.
+        file: text file.
+        head: folder of an attached head, or None.
+        every: tokens between two measurements of a memory.
+        limit: tokens of the file to read; 0 for all.
+        window: tokens that the model sees at once.
+        device: "cpu" or "cuda".
+        watch: called after each segment.
+    """
     from fastweights.hf import accelerate
     from fastweights.hf.attach import load_attached, using
     from fastweights.hf.loading import load_model, row_of
@@ -205,6 +262,7 @@ def _carried(model: Any, row: Tensor, watch: Watch | None, seen: Any) -> np.ndar
 
 
 def _windows(model: Any, row: Tensor, window: int, watch: Watch, seen: Any) -> np.ndarray:
+    """Losses (T,) of a text in windows of `window` tokens, each read from an empty memory, in nats."""
     losses = []
     for at in range(0, row.shape[1] - 1, window):
         part = row[:, at : at + window + 1]
@@ -214,11 +272,18 @@ def _windows(model: Any, row: Tensor, window: int, watch: Watch, seen: Any) -> n
 
 
 def _joined(losses: list[Tensor]) -> np.ndarray:
+    """Losses of parts, (1, n) each, as one array (T,) in float64."""
     return torch.cat(losses, 1)[0].double().cpu().numpy()
 
 
 def _cut(text: Text, widths: np.ndarray, limit: int) -> Text:
-    """The first `limit` tokens of a text."""
+    """The first `limit` tokens of a text.
+
+    Args:
+        text: bytes and tokens.
+        widths: (T,), bytes of each token.
+        limit: 0 for all.
+    """
     if not limit or len(text.tokens) <= limit:
         return text
     data = text.data[: int(widths[:limit].sum())]

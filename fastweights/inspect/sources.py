@@ -23,6 +23,8 @@ class Sources(NamedTuple):
 
     back (T, n): how many tokens before; NONE where there are fewer.  share (T, n): of the read, from 0 to 1.
     earlier (T,): the share of what the memory held before the window.
+
+    As arrays of the page: two bytes for a distance, which is why NONE is 65,535 and no window may be longer.
     """
 
     back: np.ndarray
@@ -52,16 +54,22 @@ class Tracker:
         self.taken: dict[str, list[np.ndarray]] = {}
 
     def begin(self, tokens: int) -> None:
+        """Take note of how long the text is: it decides how many sources of each token fit on the page."""
         self.tokens = tokens
 
     def _plan(self, layers: int) -> None:
-        """How many sources of each read and write, of how many memories."""
+        """How many sources of each read and write, of how many memories.
+
+        Three bytes per source (a distance and a share), two for the shares of "earlier". When space is short, fewer
+        sources are kept, down to two per read and one per write; only then are memories left out.
+        """
         size = lambda n: 3 * sum(n) + 2  # noqa: E731 - bytes of a token and memory
         room = self.budget / max(1, self.tokens)
         self.n = next((n for n in CHOICES if size(n) * layers <= room), CHOICES[-1])
         self.layers = max(1, min(layers, int(room / size(self.n))))
 
     def __call__(self, probe: Probe) -> None:
+        """Follow the newest segment of every chosen memory, then forget the segments that have left the window."""
         if not self.layers:
             self._plan(len(probe.memories))
         chosen = {r.name for r in spread(probe.memories, self.layers)}
@@ -72,6 +80,16 @@ class Tracker:
             record.kept = record.kept[len(lengths) - int((lengths <= self.window).sum()) :]
 
     def _follow(self, record: MemoryRecord) -> None:
+        """Find the sources of the reads and writes of one memory in its newest segment.
+
+        The segment's queries are asked against all writes that the window still holds. Each row of the attribution says
+        how much of every write is in what the token read (`rows`) or took out (`overwritten`); what does not come from
+        the window comes from the memory at its start. A later write may take out values of older segments too: those
+        shares are added to the tokens that lost them.
+
+        Args:
+            record: of the probe, with the inputs of its last segments.
+        """
         inputs = record.kept[-1][0]
         new = inputs.q.shape[1]
         if inputs.state is None:  # a text, or a window, begins here
@@ -91,6 +109,7 @@ class Tracker:
                 _largest(reads.weights[0], reads.start[0], found, some, self.n[0]),
                 _largest(removed, start, found, some, self.n[1]),
             ))  # fmt: skip
+        # What was taken from tokens of earlier segments belongs to their own arrays, newest first.
         old = sums[: total - new].numpy()
         for i in range(len(taken) - 1, -1, -1):  # segments that are still in the window
             if not len(old):
@@ -110,7 +129,13 @@ class Tracker:
 
 
 def spread(records: list[Any], count: int) -> list[Any]:
-    """At most `count` of them, spread over all."""
+    """At most `count` of them, spread over all.
+
+    The first and the last are always among them.
+
+        >>> spread(list(range(10)), 4)
+        [0, 3, 6, 9]
+    """
     if len(records) <= count:
         return records
     return [records[i] for i in np.linspace(0, len(records) - 1, count).round().astype(int)]
@@ -122,7 +147,19 @@ def _by_token(x: Tensor, writes: int) -> Tensor:
 
 
 def _largest(weights: Tensor, start: Tensor, found: Attribution, some: Tensor, n: int) -> Sources:
-    """The n largest of the rows weights (t, H, S), by the mean share over heads; start (t, H, V): what was before."""
+    """The n largest of the rows weights (t, H, S), by the mean share over heads; start (t, H, V): what was before.
+
+    A source counts by the length of what it adds to the read, |weight| times the length of the written value, as a
+    share of all sources of that head; then heads are averaged. So a head that reads little does not drown in one that
+    reads much.
+
+    Args:
+        weights: (t, H, S), how often each write is contained in what was read.
+        start: (t, H, V), the part that the memory held before the window.
+        found: the attribution, for the lengths of values.
+        some: (t,), the tokens that are asked about.
+        n: sources to keep.
+    """
     sizes = _by_token(weights.abs() * found.sizes[0][None], found.writes)  # (t, H, T)
     before = start.norm(dim=-1)
     total = sizes.sum(-1) + before

@@ -31,6 +31,10 @@ class Decoder:
 
     token (B,): the last token of each text;  state: before it;  pick: draws the next token;  learn: whether a Fast
     Weight Layer learns;  capture: False for no CUDA graph.
+
+    A CUDA graph is recorded at the first step and replayed from then on: the same kernels on the same addresses. That
+    is why token, state and noise live in tensors of their own, which each step reads and overwrites. A Fast Weight
+    Layer that learns chunk by chunk has two kinds of steps, one that learns and one that does not, and so two graphs.
     """
 
     def __init__(
@@ -68,7 +72,11 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(self, noise: Tensor) -> Tensor:
-        """The next token (B,) of each text, on the device; it stays as it is until the call after."""
+        """The next token (B,) of each text, on the device; it stays as it is until the call after.
+
+        Args:
+            noise: (B,), uniform in [0, 1), by which `pick` draws.
+        """
         full = self._full()
         if not self.captured:
             self.token, self.state = self._step(self.token, self.state, noise, full)
@@ -86,11 +94,20 @@ class Decoder:
         return self.token.clone()
 
     def _step(self, token: Tensor, state: State, noise: Tensor, full: bool | None) -> tuple[Tensor, State]:
+        """One token through the model, and the next one drawn: what is captured, and what runs where nothing is."""
         logits, state = self.model.step(token, state, learn=self.learn, full=full)
         return self.pick(logits, noise), state
 
     def _capture(self, kind: bool, full: bool | None) -> str | None:
-        """Record a step that reads and overwrites `token` and `state`; why it cannot be, or None."""
+        """Record a step that reads and overwrites `token` and `state`; why it cannot be, or None.
+
+        The step runs twice before it is recorded, on a stream of its own: what is compiled, tuned or allocated for the
+        first time may not happen inside a graph. Those two runs write nothing that is kept.
+
+        Args:
+            kind: which of the two graphs.
+            full: whether the Fast Weight Layer learns in this step; None where it has no chunks.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -110,6 +127,7 @@ class Decoder:
 
 
 def _overwrite(state: Any, by: Any) -> None:
+    """Copy every tensor of one state into its place in another: a graph finds the state where it was recorded."""
     for (_, old), (_, new) in zip(flatten(state), flatten(by), strict=True):
         if old is not new:
             old.copy_(new)

@@ -28,6 +28,7 @@ class Clock:
         self.tokens, self.share, self.steps, self.since = tokens, flop / peak, 0, time.perf_counter()
 
     def count(self) -> None:
+        """One more step was queued."""
         self.steps += 1
 
     @contextmanager
@@ -38,6 +39,7 @@ class Clock:
         self.since += time.perf_counter() - at
 
     def values(self) -> dict[str, float]:
+        """Tokens per second since the start, and the share of peak arithmetic that this is."""
         speed = self.steps * self.tokens / max(1e-9, time.perf_counter() - self.since)
         return dict(tokens_per_second=speed, share_of_peak=speed * self.share)
 
@@ -74,6 +76,7 @@ class Log:
         self.board = _board(run, start) if write else None
 
     def __enter__(self) -> "Log":
+        """Open the file of metrics and start the progress bar."""
         try:
             self.file = open(self.path if self.write else os.devnull, "a")
         except OSError as error:
@@ -85,6 +88,7 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop the bar and close the files; an error of the run goes on upwards."""
         if self.console.is_terminal:
             self.progress.stop()
         with suppress(OSError):  # a full disk was said when the line was written
@@ -138,11 +142,19 @@ class Log:
 
 
 def _speed(values: dict[str, Any]) -> str:
+    """Speed and share of peak as they are printed."""
     return f"{values['tokens_per_second']:,.0f} tokens/s, {100 * values['share_of_peak']:.1f} % of matrix peak"
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Forget what an interrupted run logged after its last checkpoint, and lines that are damaged."""
+    """Forget what an interrupted run logged after its last checkpoint, and lines that are damaged.
+
+    A run that goes on from step 200 would otherwise log steps 201 to 250 twice.
+
+    Args:
+        path: the file of metrics.
+        step: of the checkpoint.
+    """
     if path.exists():
         lines = [line for line, values in _lines(path) if values["step"] <= step]
         write_text(path, "".join(f"{line}\n" for line in lines))

@@ -15,13 +15,19 @@ from fastweights.models.language_model import LanguageModel
 
 
 class How(NamedTuple):
-    """Whether blocks are compiled, and why or why not, to be printed."""
+    """Whether blocks are compiled, and why or why not, to be printed.
+
+    Examples:
+        >>> str(How(True, "as --compile says"))
+        'compiled (as --compile says)'
+    """
 
     compiled: bool
     reason: str
 
     @property
     def name(self) -> str:
+        """One word for tables: "compiled" or "eager"."""
         return "compiled" if self.compiled else "eager"
 
     def __str__(self) -> str:
@@ -31,8 +37,9 @@ class How(NamedTuple):
 def decide(config: Config, device: str) -> How:
     """How a run of this configuration trains its blocks.
 
-    >>> str(decide(Config(), "cpu"))
-    'eager (blocks are compiled on a GPU unless --compile says otherwise)'
+    Examples:
+        >>> str(decide(Config(), "cpu"))
+        'eager (blocks are compiled on a GPU unless --compile says otherwise)'
     """
     if config.compile is not None:
         return How(config.compile, "as --compile says" if config.compile else "as --no-compile says")
@@ -48,9 +55,18 @@ def decide(config: Config, device: str) -> How:
 
 
 def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
-    """From now on training steps of the model run its blocks compiled."""
+    """From now on training steps of the model run its blocks compiled.
+
+    One function is compiled, which takes the block as an argument; so blocks of the same kind share what was compiled,
+    and a model of twelve equal blocks compiles one. Shapes are fixed.
+
+    Args:
+        model: is changed.
+        backend: of torch.compile; "eager" and "aot_eager" compile nothing, for tests.
+    """
     model.compiled = torch.compile(_run, backend=backend, dynamic=False)
 
 
 def _run(block: Any, x: Tensor, state: Any, pieces: Any) -> tuple[Tensor, Any]:
+    """One block on x (B, T, D): what torch.compile sees."""
     return block(x, state, pieces)
