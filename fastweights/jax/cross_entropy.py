@@ -2,10 +2,10 @@
 
 With logits z = n E + c, p = softmax(z) and y the label: loss = log sum exp z - z_y, and its gradient at n is
 r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated (in reverse mode). For upstream gradients
-`of_loss` of the loss and `of_r` of r, with the mean m = r + E_y,
+`dloss` of the loss and `dr` of r, with the mean m = r + E_y,
 
-    dz_v = p_v (of_loss + E_v . of_r - m . of_r) - [v = y] of_loss
-    dn = dz E^T,    dE = n^T dz + of_r^T (p - [v = y]),    dc = sum dz
+    dz_v = p_v (dloss + E_v . dr - m . dr) - [v = y] dloss
+    dn = dz E^T,    dE = n^T dz + dr^T (p - [v = y]),    dc = sum dz
 """
 
 from functools import partial
@@ -94,25 +94,25 @@ def _forward(n, E, c, labels, *, width, want_r):
 
 
 @partial(jax.jit, static_argnames=("width", "want_r"))
-def _backward(n, E, c, labels, r, log_sum, of_loss, of_r, *, width, want_r):
+def _backward(n, E, c, labels, r, log_sum, dloss, dr, *, width, want_r):
     """Gradients of n, E and c by the formulas above, a block of words at a time; logits are computed again."""
     wide = accumulation_dtype(n)
-    offset = of_loss
+    offset = dloss
     if want_r:
         mean = r + jnp.take(E, labels, axis=1).T
-        offset = offset - jnp.sum(mean.astype(wide) * of_r.astype(wide), 1)
+        offset = offset - jnp.sum(mean.astype(wide) * dr.astype(wide), 1)
 
     def add(carry, i):
         dn, dE, dc = carry
         a, words, bias, fresh, hot = _block(E, c, labels, i, width)
         p = jnp.where(fresh, jnp.exp((n @ words + bias).astype(wide) - log_sum[:, None]), 0)
-        share = offset[:, None] + (of_r @ words).astype(wide) if want_r else offset[:, None]
-        dz = p * share - jnp.where(hot, of_loss[:, None], 0)
+        share = offset[:, None] + (dr @ words).astype(wide) if want_r else offset[:, None]
+        dz = p * share - jnp.where(hot, dloss[:, None], 0)
         dc = _added(dc, jnp.sum(dz, 0).astype(c.dtype), a, 0)
         dz = dz.astype(n.dtype)
         dwords = n.T @ dz
         if want_r:
-            dwords = dwords + of_r.T @ (p - hot).astype(n.dtype)
+            dwords = dwords + dr.T @ (p - hot).astype(n.dtype)
         return (dn + (dz @ words.T).astype(wide), _added(dE, dwords, a, 1), dc), None
 
     start = jnp.zeros(n.shape, wide), jnp.zeros_like(E), jnp.zeros_like(c)

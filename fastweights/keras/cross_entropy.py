@@ -1,11 +1,11 @@
 """Cross-entropy of an output embedding, a block of the vocabulary at a time: logits are never held whole.
 
 With logits z = n E + c, p = softmax(z) and y the label: loss = log sum exp z - z_y, and its gradient at n is
-r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated. For upstream gradients `of_loss` of the loss
-and `of_r` of r, with the mean m = r + E_y,
+r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated. For upstream gradients `dloss` of the loss
+and `dr` of r, with the mean m = r + E_y,
 
-    dz_v = p_v (of_loss + E_v . of_r - m . of_r) - [v = y] of_loss
-    dn = dz E^T,    dE = n^T dz + of_r^T (p - [v = y]),    dc = sum dz
+    dz_v = p_v (dloss + E_v . dr - m . dr) - [v = y] dloss
+    dn = dz E^T,    dE = n^T dz + dr^T (p - [v = y]),    dc = sum dz
 """
 
 from typing import Any
@@ -74,22 +74,22 @@ def _head(n, E, c, labels, *, want_r):
             out = ops.concatenate([out, mean - ops.cast(mine, wide)], 1)
 
         def gradient(*arguments, upstream=None):  # the torch backend repeats the arguments and names this one
-            of = arguments[0] if upstream is None else upstream
-            of_loss, of_r = of[:, 0], ops.cast(of[:, 1:], n.dtype)
-            offset = of_loss - ops.sum(mean * of[:, 1:], 1) if want_r else of_loss
+            dout = arguments[0] if upstream is None else upstream
+            dloss, dr = dout[:, 0], ops.cast(dout[:, 1:], n.dtype)
+            offset = dloss - ops.sum(mean * dout[:, 1:], 1) if want_r else dloss
             dn, dE, dc = 0.0, [], []
             # Backward: logits of each block once more, and the formulas of the module's docstring.
             for a, b in blocks:
                 words = E[:, a:b]
                 p = ops.exp(ops.cast(n @ words + c[a:b], wide) - log_sum[:, None])
                 hot = ops.cast(labels[:, None] == ops.arange(a, b, dtype=labels.dtype), wide)
-                share = offset[:, None] + ops.cast(of_r @ words, wide) if want_r else offset[:, None]
-                dz = p * share - hot * of_loss[:, None]
+                share = offset[:, None] + ops.cast(dr @ words, wide) if want_r else offset[:, None]
+                dz = p * share - hot * dloss[:, None]
                 dc.append(ops.cast(ops.sum(dz, 0), c.dtype))
                 dz = ops.cast(dz, n.dtype)
                 dn = dn + ops.cast(dz @ ops.transpose(words), wide)
                 dwords = ops.transpose(n) @ dz
-                dE.append(dwords + ops.transpose(of_r) @ ops.cast(p - hot, n.dtype) if want_r else dwords)
+                dE.append(dwords + ops.transpose(dr) @ ops.cast(p - hot, n.dtype) if want_r else dwords)
             return ops.cast(dn, n.dtype), ops.concatenate(dE, 1), ops.concatenate(dc, 0)
 
         return out, gradient

@@ -1,11 +1,11 @@
 """Cross-entropy of an output embedding, a block of logits at a time: they are never held whole.
 
 With logits z = n E + c, p = softmax(z) and y the label: loss = log sum exp z - z_y, and its gradient at n is
-r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated. For upstream gradients `of_loss` of the loss
-and `of_r` of r, with the mean m = r + E_y,
+r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated. For upstream gradients `dloss` of the loss
+and `dr` of r, with the mean m = r + E_y,
 
-    dz_v = p_v (of_loss + E_v . of_r - m . of_r) - [v = y] of_loss
-    dn = dz E^T,    dE = n^T dz + of_r^T (p - [v = y]),    dc = sum dz
+    dz_v = p_v (dloss + E_v . dr - m . dr) - [v = y] dloss
+    dn = dz E^T,    dE = n^T dz + dr^T (p - [v = y]),    dc = sum dz
 
 The forward takes some tokens and all words at a time, so that the softmax is whole; the backward all tokens and some
 words, so that the gradient of a word is. Letters: N tokens, V words, E as words (V, size), one row per word.
@@ -39,30 +39,30 @@ def rows(E: Tensor, c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def score(
-    n: Tensor, words: Tensor, c: Tensor, labels: Tensor, of_loss: Tensor, *, gradient: bool, learn: bool
+    n: Tensor, words: Tensor, c: Tensor, labels: Tensor, dloss: Tensor, *, gradient: bool, learn: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Log sums of the logits and gradients of sum(of_loss * loss), a block of tokens at a time.
+    """Log sums of the logits and gradients of sum(dloss * loss), a block of tokens at a time.
 
     Args:
         n: (N, size) features.
         words, c: (V, size) and (V,), the output embedding and its bias.
         labels: (N,).
-        of_loss: (N,) in float32 or wider, how much each token's loss counts.
+        dloss: (N,) in float32 or wider, how much each token's loss counts.
         gradient: whether dn is wanted.
         learn: whether dwords and dc are wanted too.
 
     Returns:
         log sum exp z (N,); dn like n; dwords and dc in float32 or wider. None for what was not asked for.
     """
-    log_sum = torch.empty_like(of_loss)
+    log_sum = torch.empty_like(dloss)
     dn = torch.empty_like(n) if gradient else None
-    dwords, dc = (torch.zeros_like(x, dtype=of_loss.dtype) if learn else None for x in (words, c))
+    dwords, dc = (torch.zeros_like(x, dtype=dloss.dtype) if learn else None for x in (words, c))
     for a, b in _blocks(n, len(n), len(words)):
         z = torch.addmm(c, n[a:b], words.mT)
         _log_sum(z, log_sum[a:b])
         if dn is None:
             continue
-        parts = _gradient(z, None, log_sum[a:b], of_loss[a:b], of_loss[a:b], labels[a:b], 0, sums=learn)
+        parts = _gradient(z, None, log_sum[a:b], dloss[a:b], dloss[a:b], labels[a:b], 0, sums=learn)
         torch.mm(z, words, out=dn[a:b])
         if dwords is not None and dc is not None:
             _add_product(dwords, z.mT, n[a:b])
@@ -78,30 +78,30 @@ def losses(n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor)
 
 def score_backward(
     n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor, r: Tensor | None,
-    of_loss: Tensor | None, of_r: Tensor | None, dwords: Tensor, dc: Tensor,
+    dloss: Tensor | None, dr: Tensor | None, dwords: Tensor, dc: Tensor,
 ) -> Tensor:  # fmt: skip
     """Back through (loss, r): dn (N, size) in float32 or wider; those of words and c are added to dwords and dc.
 
     Args:
         n, words, c, labels: as for `score`.
         log_sum, r: what it returned.
-        of_loss, of_r: gradients of the loss (N,) and of r (N, size); None where there is none.
+        dloss, dr: gradients of the loss (N,) and of r (N, size); None where there is none.
         dwords, dc: grow in place.
     """
     wide, N, both = log_sum.dtype, len(n), n
-    offset = of_loss = torch.zeros_like(log_sum) if of_loss is None else of_loss.to(wide).contiguous()
-    if of_r is not None and r is not None:
-        of_r = of_r.contiguous()
-        offset = of_loss - _at_label(of_r, words, labels, r=r)
-        both = torch.cat([n, of_r])
+    offset = dloss = torch.zeros_like(log_sum) if dloss is None else dloss.to(wide).contiguous()
+    if dr is not None and r is not None:
+        dr = dr.contiguous()
+        offset = dloss - _at_label(dr, words, labels, r=r)
+        both = torch.cat([n, dr])
     dn, parts = torch.zeros_like(n, dtype=wide), []
     for a, b in _blocks(n, len(words), len(both)):
         block = torch.empty(len(both), b - a, dtype=n.dtype, device=n.device)
         torch.addmm(c[a:b], n, words[a:b].mT, out=block[:N])
-        if of_r is not None:
-            torch.mm(of_r, words[a:b].mT, out=block[N:])
-        e = None if of_r is None else block[N:]
-        parts.append(_gradient(block[:N], e, log_sum, offset, of_loss, labels, a, sums=True))
+        if dr is not None:
+            torch.mm(dr, words[a:b].mT, out=block[N:])
+        e = None if dr is None else block[N:]
+        parts.append(_gradient(block[:N], e, log_sum, offset, dloss, labels, a, sums=True))
         _add_product(dn, block[:N], words[a:b])
         _add_product(dwords[a:b], block.mT, both)
         del block, e
@@ -130,10 +130,10 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, of_loss, of_r, _):
+    def backward(ctx, dloss, dr, _):
         n, words, c, labels, r, log_sum = ctx.saved_tensors
         dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
-        dn = score_backward(n, words, c, labels, log_sum, r, of_loss, of_r, dwords, dc)
+        dn = score_backward(n, words, c, labels, log_sum, r, dloss, dr, dwords, dc)
         return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
 
 
@@ -168,24 +168,24 @@ def _log_sum(z, out):
         torch.logsumexp(z.to(out.dtype), 1, out=out)
 
 
-def _gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
-    """From the logits z and e = E of_r of a block whose first word is `first`: z becomes dz and e p - [v = y].
+def _gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
+    """From the logits z and e = E dr of a block whose first word is `first`: z becomes dz and e p - [v = y].
 
     Returns the sum of dz over tokens, if asked for, in parts (any number, words).
     """
     if on_gpu(z):
         from fastweights.torch.kernels import cross_entropy as kernels
 
-        return kernels.gradient(z, e, log_sum, offset, of_loss, labels, first, sums=sums)
+        return kernels.gradient(z, e, log_sum, offset, dloss, labels, first, sums=sums)
     p = z.to(log_sum.dtype).sub_(log_sum[:, None]).exp_()
     dz = p * (offset[:, None] if e is None else offset[:, None] + e.to(p.dtype))
     if torch.compiler.is_compiling() or z.is_meta:  # how many labels are here depends on what they are
         hot = (labels[:, None] - first == torch.arange(z.shape[1], device=z.device)).to(p.dtype)
-        dz, p = dz - hot * of_loss[:, None], p - hot
+        dz, p = dz - hot * dloss[:, None], p - hot
     else:
         here = (labels >= first) & (labels < first + z.shape[1])
         at = here.nonzero()[:, 0], labels[here] - first
-        dz.index_put_(at, -of_loss[here], accumulate=True)
+        dz.index_put_(at, -dloss[here], accumulate=True)
         if e is not None:
             p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
     if e is not None:

@@ -9,7 +9,8 @@ With M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s, sums(v)_t = sum_{s<t} v_s and ste
     h~ = h + M([x 1], [e x, e], -g1)                       a~ = relu(h~)^2
     y~ = a~ W2 + b2 + M(a~, a, -e g2) - sums(e g2)         n~ = norm(y~) (scale - sums(e dn xhat)) + shift - sums(e dn)
 
-Rows are tokens, (B * T, width). A variable `of_x` is the gradient of x.
+Rows are tokens, (B * T, width). In the code a variable `dx` is the gradient of x of the mean loss; the slow pass's own
+gradients, which the fast pass learns from, are g1, g2 and `slow_dn`, the dn above.
 """
 
 from typing import Any, NamedTuple
@@ -118,64 +119,64 @@ class Loss(torch.autograd.Function):
             memory2.addmm_(a_fast, W2), b2, within, before, scale, shift, config.eps
         )
         # The fast features are scored, and their gradient is made while the logits are there.
-        log_sum_fast, of_features, dwords, dc = cross_entropy.score(
+        log_sum_fast, dfeatures, dwords, dc = cross_entropy.score(
             features_fast, words, c, labels, weights, gradient=learn, learn=learn
         )
         losses = cross_entropy.losses(features_fast, words, c, labels, log_sum_fast)
         total = weights.sum().clamp(min=1e-8)
         ctx.save_for_backward(x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share,
                               g2, u, v1, A1, S1, h_fast, a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast,
-                              of_features, dwords, dc, total, e, ones)  # fmt: skip
+                              dfeatures, dwords, dc, total, e, ones)  # fmt: skip
         return (losses * weights).sum() / total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, of):
-        with torch.autocast(of.device.type, enabled=False):
-            return _backward(ctx, of)
+    def backward(ctx, dloss):
+        with torch.autocast(dloss.device.type, enabled=False):
+            return _backward(ctx, dloss)
 
 
-def _backward(ctx, of):
-    """Gradients of everything that `Loss.forward` was given, from the gradient `of` of the mean loss.
+def _backward(ctx, dloss):
+    """Gradients of everything that `Loss.forward` was given, from the gradient `dloss` of the mean loss.
 
     In three parts, in reverse: the fast pass; the slow gradients, which were the values that the fast pass read (these
     are the second-order part, which `first_order` leaves out); and the slow pass itself.
     """
     (x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share, g2, u, v1, A1, S1, h_fast,
-     a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast, of_features, dwords, dc, total, e,
+     a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast, dfeatures, dwords, dc, total, e,
      ones) = ctx.saved_tensors  # fmt: skip
     shape, T, D, V, config, dtypes = ctx.rest
-    passes, size, ratio = passes_for(h, h.dtype), config.size, of / total
+    passes, size, ratio = passes_for(h, h.dtype), config.size, dloss / total
 
     # the fast pass
-    three = passes.fast_backward(of_features, ratio, xhat_fast, rstd_fast, scale_fast)
-    within, after, (of_b2, of_scale, of_shift) = sums(shape, passes, ones.mT, three, reverse=True)
-    of_y = three[:, :size]
-    of_a_fast, of_a, of_v2 = read_before_backward(shape, passes, of_y, a_fast, a, v2, A2, S2)
-    of_W2 = (a_fast.mT @ of_y).to(e.dtype)
-    of_h = passes.gate(of_a_fast.addmm_(of_y, W2.mT), h_fast, 2.0, out=of_a_fast)
-    of_x, of_k1, of_v1 = read_before_backward(shape, passes, of_h, x1, k1, v1, A1, S1)
+    three = passes.fast_backward(dfeatures, ratio, xhat_fast, rstd_fast, scale_fast)
+    within, after, (db2, dscale, dshift) = sums(shape, passes, ones.mT, three, reverse=True)
+    dy = three[:, :size]
+    da_fast, da, dv2 = read_before_backward(shape, passes, dy, a_fast, a, v2, A2, S2)
+    dW2 = (a_fast.mT @ dy).to(e.dtype)
+    dh = passes.gate(da_fast.addmm_(dy, W2.mT), h_fast, 2.0, out=da_fast)
+    dx, dk1, dv1 = read_before_backward(shape, passes, dh, x1, k1, v1, A1, S1)
     dwords, dc = dwords * ratio, dc * ratio
 
     # what the gradients, as values, were made of
-    of_u = passes.gate(of_v1, h, -2.0)
+    du = passes.gate(dv1, h, -2.0)
     dots = torch.empty(len(h), 6, dtype=e.dtype, device=e.device)
-    of_r, of_xhat, of_std, scales = passes.slow_second(of_u @ W2, of_v2, within, after, r, share, xhat, rstd, g2, scale,
+    dr, dxhat, dstd, scales = passes.slow_second(du @ W2, dv2, within, after, r, share, xhat, rstd, g2, scale,
                                                        e, dots)  # fmt: skip
-    of_x = passes.inputs_backward(of_x, of_k1, x1, e, D, dots, keys=not config.first_order)
+    dx = passes.inputs_backward(dx, dk1, x1, e, D, dots, keys=not config.first_order)
     if not config.first_order:
-        of_W2 += of_u.mT @ g2
-        del of_u, of_k1, three, within
-        of_features = cross_entropy.score_backward(features, words, c, labels, log_sum, r, None, of_r, dwords, dc)
-        three = passes.slow_backward(of_xhat, of_features, of_std, scales, xhat, rstd, scale)
-        of_y = three[:, :size]
+        dW2 += du.mT @ g2
+        del du, dk1, three, within
+        dfeatures = cross_entropy.score_backward(features, words, c, labels, log_sum, r, None, dr, dwords, dc)
+        three = passes.slow_backward(dxhat, dfeatures, dstd, scales, xhat, rstd, scale)
+        dy = three[:, :size]
         more = three.sum(0, dtype=e.dtype).split(size)
-        of_b2, of_scale, of_shift = (y + z for y, z in zip((of_b2, of_scale, of_shift), more, strict=True))
-        of_W2 += a.mT @ of_y
-        passes.total(of_h, of_v1, u, of_a.addmm_(of_y, W2.mT), h)
-    of_W1 = x1.mT @ of_h
-    of_x = of_x.addmm_(of_h, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
-    found = (of_x, of_W1[:D], of_W1[D], of_W2, of_b2, of_scale, of_shift)
+        db2, dscale, dshift = (y + z for y, z in zip((db2, dscale, dshift), more, strict=True))
+        dW2 += a.mT @ dy
+        passes.total(dh, dv1, u, da.addmm_(dy, W2.mT), h)
+    dW1 = x1.mT @ dh
+    dx = dx.addmm_(dh, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
+    found = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
     found = [y.to(d) for y, d in zip(found, dtypes, strict=True)]
     return *found, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 6
 

@@ -1,8 +1,9 @@
 """The elementwise passes of fwl_loss.py in plain PyTorch; kernels/fwl.py has the same functions for a GPU.
 
 Rows are tokens. e: the six step sizes, in the order of `fwl.STEPS`. Statistics of rows and everything computed here are
-float32 or wider; results that matrix products take are in their dtype, that of the first argument. A variable `of_x` is
-the gradient of x; three tensors of the block's size side by side, (N, 3 size), are added up over tokens in one go.
+float32 or wider; results that matrix products take are in their dtype, that of the first argument. `dx` is the
+gradient of x, `slow_dx` that of the slow pass alone, which is learned from; three tensors of the block's size side by
+side, (N, 3 size), are added up over tokens in one go.
 """
 
 import torch
@@ -21,12 +22,12 @@ def inputs(x: Tensor, length: int, e: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return rows, (rows * _key_steps(e, D, width)).to(dtype)
 
 
-def inputs_backward(of_q: Tensor, of_k: Tensor, rows: Tensor, e: Tensor, D: int, dots: Tensor, keys: bool) -> Tensor:
-    """of_x (N, D), with the part of the keys if asked for; of_e[:2] per token go into dots (N, 6)."""
-    along = wide(of_k) * rows
+def inputs_backward(dq: Tensor, dk: Tensor, rows: Tensor, e: Tensor, D: int, dots: Tensor, keys: bool) -> Tensor:
+    """dx (N, D), with the part of the keys if asked for; de[:2] per token go into dots (N, 6)."""
+    along = wide(dk) * rows
     dots[:, 0], dots[:, 1] = along[:, :D].sum(1), along[:, D]
-    of_x = of_q + of_k * _key_steps(e, D, rows.shape[1]) if keys else of_q
-    return of_x[:, :D].to(of_q.dtype)
+    dx = dq + dk * _key_steps(e, D, rows.shape[1]) if keys else dq
+    return dx[:, :D].to(dq.dtype)
 
 
 def square(h: Tensor) -> Tensor:
@@ -45,9 +46,9 @@ def gate(x: Tensor, h: Tensor, factor: float, out: Tensor | None = None) -> Tens
     return torch.mul(torch.relu(h).mul_(factor), x, out=out)
 
 
-def total(y: Tensor, of_v: Tensor, u: Tensor, of_a: Tensor, h: Tensor) -> None:
-    """y += 2 relu(h) of_a - 2 [h > 0] u of_v, in place."""
-    y.addcmul_(torch.relu(h), of_a, value=2).addcmul_(u * (h > 0), of_v, value=-2)
+def total(y: Tensor, dv: Tensor, u: Tensor, da: Tensor, h: Tensor) -> None:
+    """y += 2 relu(h) da - 2 [h > 0] u dv, in place."""
+    y.addcmul_(torch.relu(h), da, value=2).addcmul_(u * (h > 0), dv, value=-2)
 
 
 def exclusive(S: Tensor, reverse: bool) -> None:
@@ -69,9 +70,9 @@ def slow_gradient(
     r: Tensor, share: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor, e: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(g2, -e_2 g2, [e_3 g2, e_4 dn xhat, e_5 dn]) with dn = r share; g2 is the gradient at the norm's input."""
-    dn = wide(r) * share[:, None]
-    g = _back(dn * scale, xhat, rstd[:, None])
-    changes = torch.cat([g * e[3], dn * xhat * e[4], dn * e[5]], 1)
+    slow_dn = wide(r) * share[:, None]
+    g = _back(slow_dn * scale, xhat, rstd[:, None])
+    changes = torch.cat([g * e[3], slow_dn * xhat * e[4], slow_dn * e[5]], 1)
     return g.to(r.dtype), (g * -e[2]).to(r.dtype), changes.to(r.dtype)
 
 
@@ -86,43 +87,43 @@ def fast_normal(
     return xhat.to(y.dtype), rstd[:, 0], scale.to(y.dtype), features.to(y.dtype)
 
 
-def fast_backward(of: Tensor, ratio: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor) -> Tensor:
-    """[of_y, of_scale, of_shift], from `ratio` times the gradient `of` of the fast features."""
-    features = wide(of) * ratio
-    return torch.cat([_back(features * scale, xhat, rstd[:, None]), features * xhat, features], 1).to(of.dtype)
+def fast_backward(dfeatures: Tensor, ratio: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor) -> Tensor:
+    """[dy, dscale, dshift], from `ratio` times the gradient of the fast features."""
+    features = wide(dfeatures) * ratio
+    return torch.cat([_back(features * scale, xhat, rstd[:, None]), features * xhat, features], 1).to(dfeatures.dtype)
 
 
 def slow_second(
-    of_g: Tensor, of_v: Tensor, within: Tensor, after: Tensor, r: Tensor, share: Tensor, xhat: Tensor, rstd: Tensor,
+    dg: Tensor, dv: Tensor, within: Tensor, after: Tensor, r: Tensor, share: Tensor, xhat: Tensor, rstd: Tensor,
     g: Tensor, scale: Tensor, e: Tensor, dots: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Back through `slow_gradient`: (of_r, of_xhat, of_std (N,), of_scale per token); of_e[2:] go into dots (N, 6).
+    """Back through `slow_gradient`: (dr, dxhat, dstd (N,), dscale per token); de[2:] go into dots (N, 6).
 
     Args:
-        of_g: (N, size), gradient of g2 through the first layer, whose own gradient is g2 W2^T gated by h.
-        of_v: (N, size), gradient of -e_2 g2, the values of the second layer's memory.
+        dg: (N, size), gradient of g2 through the first layer, whose own gradient is g2 W2^T gated by h.
+        dv: (N, size), gradient of -e_2 g2, the values of the second layer's memory.
         within, after: gradients of the three changes side by side, summed within chunks and over all later chunks.
         r, share, xhat, rstd, g, scale, e: what `slow_gradient` was given and returned.
     """
-    added, xhat, dn, g, of_v = _joined(within, after), wide(xhat), wide(r) * share[:, None], wide(g), wide(of_v)
+    added, xhat, slow_dn, g, dv = _joined(within, after), wide(xhat), wide(r) * share[:, None], wide(g), wide(dv)
     mean = lambda y: y.mean(1, keepdim=True)  # noqa: E731
-    of_q = (wide(of_g) - of_v * e[2] - added[0] * e[3]) * rstd[:, None]
-    along, dxhat = mean(xhat * of_q), dn * scale
-    of_dxhat = of_q - mean(of_q) - xhat * along
-    of_xhat = -mean(dxhat * xhat) * of_q - dxhat * along - added[1] * dn * e[4]
-    of_dn = of_dxhat * scale - added[1] * xhat * e[4] - added[2] * e[5]
-    for i, product in enumerate((of_v * g, added[0] * g, added[1] * dn * xhat, added[2] * dn), 2):
+    dq = (wide(dg) - dv * e[2] - added[0] * e[3]) * rstd[:, None]
+    along, slow_dxhat = mean(xhat * dq), slow_dn * scale
+    dslow_dxhat = dq - mean(dq) - xhat * along
+    dxhat = -mean(slow_dxhat * xhat) * dq - slow_dxhat * along - added[1] * slow_dn * e[4]
+    dslow_dn = dslow_dxhat * scale - added[1] * xhat * e[4] - added[2] * e[5]
+    for i, product in enumerate((dv * g, added[0] * g, added[1] * slow_dn * xhat, added[2] * slow_dn), 2):
         dots[:, i] = -product.sum(1)
-    of_r, of_scale = of_dn * share[:, None], of_dxhat * dn
-    return of_r.to(r.dtype), of_xhat.to(r.dtype), -(of_q * g).sum(1), of_scale.to(r.dtype)
+    dr, dscale = dslow_dn * share[:, None], dslow_dxhat * slow_dn
+    return dr.to(r.dtype), dxhat.to(r.dtype), -(dq * g).sum(1), dscale.to(r.dtype)
 
 
 def slow_backward(
-    of_xhat: Tensor, of_features: Tensor, of_std: Tensor, of_scale: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor
+    dxhat: Tensor, dfeatures: Tensor, dstd: Tensor, dscale: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor
 ) -> Tensor:
-    """[of_y, of_scale, of_shift] of the slow norm, from all that its results were used for."""
-    y = _back(wide(of_xhat) + of_features * scale, xhat, rstd[:, None]) + xhat * (of_std[:, None] / xhat.shape[1])
-    return torch.cat([y, of_features * xhat + of_scale, of_features], 1).to(of_xhat.dtype)
+    """[dy, dscale, dshift] of the slow norm, from all that its results were used for."""
+    y = _back(wide(dxhat) + dfeatures * scale, xhat, rstd[:, None]) + xhat * (dstd[:, None] / xhat.shape[1])
+    return torch.cat([y, dfeatures * xhat + dscale, dfeatures], 1).to(dxhat.dtype)
 
 
 def _standardise(y, eps):
@@ -132,9 +133,9 @@ def _standardise(y, eps):
     return y * rstd, rstd
 
 
-def _back(of_xhat, xhat, rstd):
+def _back(dxhat, xhat, rstd):
     """The gradient at y of a layer norm without scale and shift, from the gradient at its output xhat."""
-    return (of_xhat - of_xhat.mean(1, keepdim=True) - xhat * (of_xhat * xhat).mean(1, keepdim=True)) * rstd
+    return (dxhat - dxhat.mean(1, keepdim=True) - xhat * (dxhat * xhat).mean(1, keepdim=True)) * rstd
 
 
 def _joined(within, chunks):

@@ -34,17 +34,17 @@ def _log_sum(z, out, width, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    z, e, sums, log_sum, offset, of_loss, label, first, rows, width, z_stride, e_stride,
+    z, e, sums, log_sum, offset, dloss, label, first, rows, width, z_stride, e_stride,
     HAS_E: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz in the place of z, for ROWS tokens and BLOCK words: dz = p (offset + e) - [v = y] of_loss, p = exp(z -
+    """dz in the place of z, for ROWS tokens and BLOCK words: dz = p (offset + e) - [v = y] dloss, p = exp(z -
     log_sum).
 
     One program owns that tile, R rows at a time. e (HAS_E) is what the words give to a second gradient, and p - [v = y]
     takes its place. SUMS: the column sums of dz over the tile go to `sums`, for the gradient of the bias.
 
         z, e        (rows, width) with these strides, overwritten;  sums (blocks of ROWS tokens, width), written
-        log_sum, offset, of_loss, label (rows,);  first: number of the block's first word
+        log_sum, offset, dloss, label (rows,);  first: number of the block's first word
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # one program: ROWS tokens of BLOCK words
     inside = column < width
@@ -54,7 +54,7 @@ def _gradient(
         real = row < rows
         lse = tl.load(log_sum + row, mask=real, other=0.0)
         factor = tl.load(offset + row, mask=real, other=0.0)[:, None]
-        mine = tl.load(of_loss + row, mask=real, other=0.0)
+        mine = tl.load(dloss + row, mask=real, other=0.0)
         # Where the label's own word is, if it is in this block.
         hit = column[None, :] == (tl.load(label + row, mask=real, other=-1) - first)[:, None]
         mask = real[:, None] & inside[None, :]
@@ -113,13 +113,13 @@ def log_sum(z: torch.Tensor, out: torch.Tensor) -> None:
     _log_sum[(len(z),)](z, out, z.shape[1], z.stride(0), BLOCK=4096, num_warps=4)
 
 
-def gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
+def gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
     """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for.
 
     Args:
         z: (N, width) logits of a block of words, contiguous along words.
         e: like z, or None.
-        log_sum, offset, of_loss: (N,) float32.
+        log_sum, offset, dloss: (N,) float32.
         labels: (N,); first: the number of the block's first word.
         sums: whether they are wanted.
     """
@@ -128,7 +128,7 @@ def gradient(z, e, log_sum, offset, of_loss, labels, first, *, sums):
     grid = triton.cdiv(width, block), triton.cdiv(N, ROWS)
     parts = torch.empty(grid[1], width, dtype=log_sum.dtype, device=z.device) if sums else log_sum
     other = z if e is None else e
-    _gradient[grid](z, other, parts, log_sum, offset, of_loss, labels, first, N, width, z.stride(0), other.stride(0),
+    _gradient[grid](z, other, parts, log_sum, offset, dloss, labels, first, N, width, z.stride(0), other.stride(0),
                     HAS_E=e is not None, SUMS=sums, ROWS=ROWS, R=R, BLOCK=block, num_warps=warps)  # fmt: skip
     return parts if sums else None
 

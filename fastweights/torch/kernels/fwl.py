@@ -37,17 +37,17 @@ def _inputs(x, e, rows, keys, T, length, D, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _inputs_backward(of_q, of_k, rows, e, of_x, dots, D, width, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """of_x of one token, from the gradients of its row and (KEYS) of its key; of_e_0 and of_e_1 go into dots."""
+def _inputs_backward(dq, dk, rows, e, dx, dots, D, width, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """dx of one token, from the gradients of its row and (KEYS) of its key; de_0 and de_1 go into dots."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    k = _load(of_k + row * width, column, column < D)
+    k = _load(dk + row * width, column, column < D)
     tl.store(dots + row * 6, tl.sum(k * _load(rows + row * width, column, column < D), 0))
-    tl.store(dots + row * 6 + 1, tl.load(of_k + row * width + D).to(tl.float32))
-    x = _load(of_q + row * width, column, column < D)
+    tl.store(dots + row * 6 + 1, tl.load(dk + row * width + D).to(tl.float32))
+    x = _load(dq + row * width, column, column < D)
     if KEYS:
         x += k * tl.load(e)
-    _store(of_x + row * D, column, x, column < D)
+    _store(dx + row * D, column, x, column < D)
 
 
 @triton.jit
@@ -72,12 +72,12 @@ def _gate(x, h, out, factor, numbers, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _total(y, of_v, u, of_a, h, numbers, BLOCK: tl.constexpr):
-    """y += 2 relu(h) of_a - 2 [h > 0] u of_v, of BLOCK numbers, in place."""
+def _total(y, dv, u, da, h, numbers, BLOCK: tl.constexpr):
+    """y += 2 relu(h) da - 2 [h > 0] u dv, of BLOCK numbers, in place."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     r = _load(h, at, mask)
-    change = r * _load(of_a, at, mask) - _load(u, at, mask) * _load(of_v, at, mask)
+    change = r * _load(da, at, mask) - _load(u, at, mask) * _load(dv, at, mask)
     _store(y, at, _load(y, at, mask) + tl.where(r > 0, 2.0 * change, 0.0), mask)
 
 
@@ -107,9 +107,9 @@ def _exclusive(S, n, numbers, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _back(of_xhat, xhat, rstd, size):
+def _back(dxhat, xhat, rstd, size):
     """The gradient at the input of a layer norm, from that at its output xhat, for one row held whole."""
-    return (of_xhat - tl.sum(of_xhat, 0) / size - xhat * (tl.sum(of_xhat * xhat, 0) / size)) * rstd
+    return (dxhat - tl.sum(dxhat, 0) / size - xhat * (tl.sum(dxhat * xhat, 0) / size)) * rstd
 
 
 @triton.jit
@@ -156,24 +156,24 @@ def _slow_gradient(r, share, xhat, rstd, scale, e, g, v, changes, size, BLOCK: t
     column = tl.arange(0, BLOCK)
     mask = column < size
     x = _load(xhat + row * size, column, mask)
-    dn = _load(r + row * size, column, mask) * tl.load(share + row)
-    gradient = _back(dn * _load(scale, column, mask), x, tl.load(rstd + row), size)
+    slow_dn = _load(r + row * size, column, mask) * tl.load(share + row)
+    gradient = _back(slow_dn * _load(scale, column, mask), x, tl.load(rstd + row), size)
     _store(g + row * size, column, gradient, mask)
     _store(v + row * size, column, -gradient * tl.load(e + 2), mask)
     changes += row * 3 * size
     _store(changes, column, gradient * tl.load(e + 3), mask)
-    _store(changes + size, column, dn * x * tl.load(e + 4), mask)
-    _store(changes + 2 * size, column, dn * tl.load(e + 5), mask)
+    _store(changes + size, column, slow_dn * x * tl.load(e + 4), mask)
+    _store(changes + 2 * size, column, slow_dn * tl.load(e + 5), mask)
 
 
 @triton.jit
-def _fast_backward(of, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
-    """[of_y, of_scale, of_shift] of one token, from the gradient of its fast features."""
+def _fast_backward(dfeatures, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
+    """[dy, dscale, dshift] of one token, from the gradient of its fast features."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
     x = _load(xhat + row * size, column, mask)
-    features = _load(of + row * size, column, mask) * tl.load(ratio)
+    features = _load(dfeatures + row * size, column, mask) * tl.load(ratio)
     out += row * 3 * size
     _store(out, column, _back(features * _load(scale + row * size, column, mask), x, tl.load(rstd + row), size), mask)
     _store(out + size, column, features * x, mask)
@@ -181,12 +181,12 @@ def _fast_backward(of, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std, of_scale, dots,
+def _slow_second(dg, dv, within, chunks, r, share, xhat, rstd, g, scale, e, dr, dxhat, dstd, dscale, dots,
                  C, size, BLOCK: tl.constexpr):  # fmt: skip
     """Back through `_slow_gradient` for one token; its shares of the gradients of e_2 to e_5 go into dots.
 
-    of_g, of_v  (N, size), within (N, 3 size), chunks (N / C, 3 size): gradients of what `_slow_gradient` wrote
-    of_r, of_xhat, of_scale (N, size), of_std (N,), and columns 2 to 5 of dots (N, 6), written
+    dg, dv  (N, size), within (N, 3 size), chunks (N / C, 3 size): gradients of what `_slow_gradient` wrote
+    dr, dxhat, dscale (N, size), dstd (N,), and columns 2 to 5 of dots (N, 6), written
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -197,37 +197,37 @@ def _slow_second(of_g, of_v, within, chunks, r, share, xhat, rstd, g, scale, e, 
     added0 = _load(within, column, mask) + _load(chunks, column, mask)
     added1 = _load(within + size, column, mask) + _load(chunks + size, column, mask)
     added2 = _load(within + 2 * size, column, mask) + _load(chunks + 2 * size, column, mask)
-    x, gradient, value, s = _load(xhat, at, mask), _load(g, at, mask), _load(of_v, at, mask), _load(scale, column, mask)
+    x, gradient, value, s = _load(xhat, at, mask), _load(g, at, mask), _load(dv, at, mask), _load(scale, column, mask)
     part = tl.load(share + row)
-    dn = _load(r, at, mask) * part
+    slow_dn = _load(r, at, mask) * part
     e2, e3, e4, e5 = tl.load(e + 2), tl.load(e + 3), tl.load(e + 4), tl.load(e + 5)
     # As in fwl_passes.slow_second, a row at a time.
-    of_q = (_load(of_g, at, mask) - value * e2 - added0 * e3) * tl.load(rstd + row)
-    along = tl.sum(x * of_q, 0) / size
-    of_dxhat = of_q - tl.sum(of_q, 0) / size - x * along
-    back = -tl.sum(dn * s * x, 0) / size * of_q - dn * s * along - added1 * dn * e4
-    _store(of_r, at, (of_dxhat * s - added1 * x * e4 - added2 * e5) * part, mask)
-    _store(of_xhat, at, back, mask)
-    _store(of_scale, at, of_dxhat * dn, mask)
-    tl.store(of_std + row, -tl.sum(of_q * gradient, 0))
+    dq = (_load(dg, at, mask) - value * e2 - added0 * e3) * tl.load(rstd + row)
+    along = tl.sum(x * dq, 0) / size
+    dslow_dxhat = dq - tl.sum(dq, 0) / size - x * along
+    back = -tl.sum(slow_dn * s * x, 0) / size * dq - slow_dn * s * along - added1 * slow_dn * e4
+    _store(dr, at, (dslow_dxhat * s - added1 * x * e4 - added2 * e5) * part, mask)
+    _store(dxhat, at, back, mask)
+    _store(dscale, at, dslow_dxhat * slow_dn, mask)
+    tl.store(dstd + row, -tl.sum(dq * gradient, 0))
     tl.store(dots + row * 6 + 2, -tl.sum(value * gradient, 0))
     tl.store(dots + row * 6 + 3, -tl.sum(added0 * gradient, 0))
-    tl.store(dots + row * 6 + 4, -tl.sum(added1 * dn * x, 0))
-    tl.store(dots + row * 6 + 5, -tl.sum(added2 * dn, 0))
+    tl.store(dots + row * 6 + 4, -tl.sum(added1 * slow_dn * x, 0))
+    tl.store(dots + row * 6 + 5, -tl.sum(added2 * slow_dn, 0))
 
 
 @triton.jit
-def _slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
-    """[of_y, of_scale, of_shift] of the slow norm for one token."""
+def _slow_backward(dxhat, dfeatures, dstd, dscale, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
+    """[dy, dscale, dshift] of the slow norm for one token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
     at = row * size + column
-    x, features = _load(xhat, at, mask), _load(of_features, at, mask)
-    y = _back(_load(of_xhat, at, mask) + features * _load(scale, column, mask), x, tl.load(rstd + row), size)
+    x, features = _load(xhat, at, mask), _load(dfeatures, at, mask)
+    y = _back(_load(dxhat, at, mask) + features * _load(scale, column, mask), x, tl.load(rstd + row), size)
     out += row * 3 * size
-    _store(out, column, y + x * (tl.load(of_std + row) / size), mask)
-    _store(out + size, column, features * x + _load(of_scale, at, mask), mask)
+    _store(out, column, y + x * (tl.load(dstd + row) / size), mask)
+    _store(out + size, column, features * x + _load(dscale, at, mask), mask)
     _store(out + 2 * size, column, features, mask)
 
 
@@ -240,11 +240,11 @@ def inputs(x, length, e, dtype):
     return rows, keys
 
 
-def inputs_backward(of_q, of_k, rows, e, D, dots, keys):
+def inputs_backward(dq, dk, rows, e, D, dots, keys):
     """As fwl_passes.inputs_backward."""
-    of_x = torch.empty(len(of_q), D, dtype=of_q.dtype, device=of_q.device)
-    _inputs_backward[(len(of_q),)](of_q, of_k, rows, e, of_x, dots, D, rows.shape[1], KEYS=keys, **_wide(D))
-    return of_x
+    dx = torch.empty(len(dq), D, dtype=dq.dtype, device=dq.device)
+    _inputs_backward[(len(dq),)](dq, dk, rows, e, dx, dots, D, rows.shape[1], KEYS=keys, **_wide(D))
+    return dx
 
 
 def square(h):
@@ -268,9 +268,9 @@ def gate(x, h, factor, out=None):
     return out
 
 
-def total(y, of_v, u, of_a, h):
+def total(y, dv, u, da, h):
     """As fwl_passes.total."""
-    _total[(triton.cdiv(h.numel(), BLOCK),)](y, of_v, u, of_a, h, h.numel(), BLOCK=BLOCK)
+    _total[(triton.cdiv(h.numel(), BLOCK),)](y, dv, u, da, h, h.numel(), BLOCK=BLOCK)
 
 
 def exclusive(S, reverse):
@@ -302,25 +302,27 @@ def slow_gradient(r, share, xhat, rstd, scale, e):
     return g, v, changes
 
 
-def fast_backward(of, ratio, xhat, rstd, scale):
+def fast_backward(dfeatures, ratio, xhat, rstd, scale):
     """As fwl_passes.fast_backward."""
-    out = _three(of)
-    _fast_backward[(len(of),)](of, ratio, xhat, rstd, scale, out, of.shape[1], **_wide(of.shape[1]))
+    out = _three(dfeatures)
+    _fast_backward[(len(dfeatures),)](
+        dfeatures, ratio, xhat, rstd, scale, out, dfeatures.shape[1], **_wide(dfeatures.shape[1])
+    )
     return out
 
 
-def slow_second(of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, dots):
+def slow_second(dg, dv, within, after, r, share, xhat, rstd, g, scale, e, dots):
     """As fwl_passes.slow_second."""
-    of_r, of_xhat, of_scale, of_std = torch.empty_like(r), torch.empty_like(r), torch.empty_like(r), _row(r)
-    _slow_second[(len(r),)](of_g, of_v, within, after, r, share, xhat, rstd, g, scale, e, of_r, of_xhat, of_std,
-                            of_scale, dots, len(r) // len(after), r.shape[1], **_wide(r.shape[1]))  # fmt: skip
-    return of_r, of_xhat, of_std, of_scale
+    dr, dxhat, dscale, dstd = torch.empty_like(r), torch.empty_like(r), torch.empty_like(r), _row(r)
+    _slow_second[(len(r),)](dg, dv, within, after, r, share, xhat, rstd, g, scale, e, dr, dxhat, dstd,
+                            dscale, dots, len(r) // len(after), r.shape[1], **_wide(r.shape[1]))  # fmt: skip
+    return dr, dxhat, dstd, dscale
 
 
-def slow_backward(of_xhat, of_features, of_std, of_scale, xhat, rstd, scale):
+def slow_backward(dxhat, dfeatures, dstd, dscale, xhat, rstd, scale):
     """As fwl_passes.slow_backward."""
-    out = _three(of_xhat)
-    _slow_backward[(len(out),)](of_xhat, of_features, of_std, of_scale, xhat, rstd, scale, out, xhat.shape[1],
+    out = _three(dxhat)
+    _slow_backward[(len(out),)](dxhat, dfeatures, dstd, dscale, xhat, rstd, scale, out, xhat.shape[1],
                                 **_wide(xhat.shape[1]))  # fmt: skip
     return out
 
