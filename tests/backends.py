@@ -4,6 +4,8 @@ import os
 
 import numpy as np
 
+from fastweights.checks import debugging
+
 
 class Torch:
     def __init__(self):
@@ -77,7 +79,12 @@ class Keras:
 
     def run(self, args, **how):
         how |= {n: self.array(how[n]) for n in ("cu_seqlens", "mask") if how.get(n) is not None}
-        o, S = self.fast_weight(**{n: self.array(x) for n, x in args.items()}, **how)
+        call = lambda x: self.fast_weight(**x, **how)  # noqa: E731
+        if self.keras.backend.backend() == "jax" and not debugging():  # as one: operation by operation takes longer
+            import jax
+
+            call = jax.jit(call)
+        o, S = call({n: self.array(x) for n, x in args.items()})
         return self.numpy(o), self.numpy(S)
 
     def gradients(self, args, do, dS, **how):
@@ -96,7 +103,8 @@ class Keras:
         if backend == "jax":
             import jax
 
-            return jax.vjp(lambda x: self.fast_weight(**x, **how), x)[1]((do, dS))[0]
+            call = lambda x: self.fast_weight(**x, **how)  # noqa: E731
+            return jax.jit(lambda x, up: jax.vjp(call, x)[1](up)[0])(x, (do, dS))
         import torch
 
         x = {n: a.requires_grad_() for n, a in x.items()}

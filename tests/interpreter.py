@@ -15,10 +15,10 @@ runs = pytest.mark.skipif(DEVICE == "cpu" and not kernels.INTERPRETED, reason="n
 elsewhere = pytest.mark.skipif(DEVICE == "cuda" or kernels.INTERPRETED, reason="the tests below run by themselves")
 
 
-def run_in_the_interpreter(file):
-    """All tests of a file, in a process of its own."""
+def run_in_the_interpreter(*files):
+    """All tests of these files, in one process of their own."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", file],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

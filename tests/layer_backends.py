@@ -197,14 +197,14 @@ class Keras:
 @pytest.fixture(scope="module", params=[pytest.param("jax", marks=pytest.mark.xdist_group("flax")), "keras"])
 def framework(request):
     if request.param not in request.config.getoption("--frameworks").split(","):
-        pytest.skip("test_keras_backend runs it in another process" if request.param == "keras" else "not asked for")
+        pytest.skip("test_keras.py runs it in another process" if request.param == "keras" else "not asked for")
     return request.getfixturevalue({"jax": "flax", "keras": "keras"}[request.param])
 
 
 @pytest.fixture(scope="module")
 def keras(request):
     if "keras" not in request.config.getoption("--frameworks").split(","):
-        pytest.skip("test_keras_backend runs it in another process")
+        pytest.skip("test_keras.py runs it in another process")
     return Keras()
 
 

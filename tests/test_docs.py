@@ -69,8 +69,9 @@ def loaded_by(statement):
 def test_imports_are_light():
     heavy = {"torch", "jax", "keras", "tensorflow", "numpy", "transformers"}
     assert not heavy & set(loaded_by("import fastweights"))
-    assert heavy & set(loaded_by("import torch")) >= {"torch"}  # the check can fail
-    assert not {"jax", "keras", "tensorflow", "triton"} & set(loaded_by("import fastweights.torch"))
+    loaded = set(loaded_by("import fastweights.torch"))
+    assert not {"jax", "keras", "tensorflow", "triton"} & loaded
+    assert "torch" in loaded  # the check can fail
     assert not {"torch", "keras", "tensorflow"} & set(loaded_by("import fastweights.jax"))
 
 
@@ -80,9 +81,9 @@ def seconds(statement):
 
 
 def test_imports_are_quick():
-    assert min(seconds("import fastweights") for _ in range(3)) < 0.1
+    assert any(seconds("import fastweights") < 0.1 for _ in range(3))
     ours = "import torch; t = time.process_time(); import fastweights.torch"
-    assert min(seconds(ours) for _ in range(3)) < 0.2
+    assert any(seconds(ours) < 0.2 for _ in range(3))
 
 
 def test_readme_is_one_screen_after_another():

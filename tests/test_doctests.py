@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ALONE = {  # a process of their own: settings of JAX and the backend of Keras hold for a whole process
-    "jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-    "keras": {"KERAS_BACKEND": "torch"},
-}
+ALONE = {"jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}  # its settings hold for a whole process
+ELSEWHERE = {"keras"}  # on each of its backends: test_keras.py
 
 
 def examples():
@@ -34,7 +32,7 @@ def framework(module):
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("module", [m for m in examples() if framework(m) not in ALONE])
+@pytest.mark.parametrize("module", [m for m in examples() if framework(m) not in {*ALONE, *ELSEWHERE}])
 def test_examples(module, tmp_path, monkeypatch):
     if framework(module) == "hf":
         pytest.importorskip("transformers")

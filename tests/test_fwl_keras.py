@@ -1,4 +1,4 @@
-"""Fast Weight Layers of Keras alone: models, saving, graphs, policies; run by test_fwl_frameworks.py."""
+"""Fast Weight Layers of Keras alone: models, saving, graphs, policies; run by test_keras.py."""
 
 import numpy as np
 import pytest
@@ -49,6 +49,26 @@ def test_keras_length_unknown_to_a_graph(keras, rng):
         cut = x[:, :t], labels[:, :t], weights[:, :t]
         for a, b in zip(compiled(*map(tf.constant, cut)), flat(block.run(*cut)), strict=True):
             assert_close(a.numpy(), b.numpy())
+
+
+def test_keras_gradients_of_a_graph(keras, rng):
+    """Of a refreshed block, traced as `fit` would; the other tests run TensorFlow eagerly."""
+    if keras.backend != "tensorflow":
+        pytest.skip("of TensorFlow alone")
+    import tensorflow as tf
+
+    how = dict(normalizer=5.0, refresh=2)
+    block = keras.make(Torch(**how).weights, **how)
+    x, labels, weights = map(tf.constant, problem(rng, B, 4))
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(block.run(x, labels, weights).loss ** 2)
+        return loss, tape.gradient(loss, [x, *(w.value for w in block.trainable_variables)])
+
+    for a, b in zip(tf.nest.flatten(tf.function(run, autograph=False)(x)), tf.nest.flatten(run(x)), strict=True):
+        assert_close(a.numpy(), b.numpy())
 
 
 def test_keras_config_and_policies(keras, rng):

@@ -1,8 +1,5 @@
-"""The hand-written loss of a Fast Weight Layer: the oracle's loss, exact gradients, kernels equal to plain passes."""
+"""The hand-written loss of a Fast Weight Layer: the oracle's loss, exact gradients (kernels: test_kernels_fwl.py)."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -103,34 +100,6 @@ def test_tied_unembedding_has_the_same_gradient():
     assert_close(got.numpy(), want.numpy())
 
 
-def test_kernels_match_the_plain_passes():
-    """Under Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
-    code = """
-import torch
-from fastweights.torch import FWLBlock, cross_entropy
-torch.manual_seed(0)
-x, y, w = torch.randn(2, 21, 6, requires_grad=True), torch.randint(300, (2, 21)), torch.rand(2, 21)
-used = []
-plain_form = cross_entropy.on_gpu
-for how in (dict(attn_chunks=3), dict(attn_chunks=1, first_order=True, normalizer=4.0)):
-    block = FWLBlock(10, 300, inputs=6, step_size=0.5, **how)
-    def run():
-        loss = block.loss(x, y, w)
-        return loss, *torch.autograd.grad(loss, [x, *block.parameters()])
-    cross_entropy.on_gpu = plain_form
-    plain = run()
-    cross_entropy.BLOCK["cpu"] = 20 * 300  # blocks of tokens and of words
-    cross_entropy.on_gpu = lambda z: used.append(1) or True
-    for a, b in zip(run(), plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-assert len(used) > 20
-"""
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
-                          text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def test_loss_without_logits_has_the_same_gradients(monkeypatch):
     """Also when the vocabulary is cut into blocks of one or two words."""
     x, labels, weights = problem()
@@ -166,31 +135,3 @@ def test_loss_never_holds_the_logits(monkeypatch):
         block.loss(x, labels, torch.ones(1, tokens)).backward()
     assert largest[0] <= tokens * vocabulary / 10
     assert largest[0] >= 4 * vocabulary  # the gradient of the embedding: the watch sees tensors
-
-
-def test_kernels_of_the_head_match_its_plain_form():
-    """Under Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
-    code = """
-import torch
-from fastweights.torch import cross_entropy
-torch.manual_seed(0)
-n, E, c = (torch.randn(s, requires_grad=True) for s in ((13, 8), (8, 3001), (3001,)))
-y = torch.randint(3001, (13,))
-cross_entropy.BLOCK["cpu"] = 13 * 1500  # three blocks, the last one of a single word
-def run():
-    loss, r = cross_entropy.head(n, E, c, y)
-    both = torch.autograd.grad((loss * torch.arange(13)).sum() + r.sin().sum(), (n, E, c))
-    expanded = cross_entropy.head(n, E, c, y)[1].sum()  # whose gradient is expanded, not stored
-    flat = torch.autograd.grad(expanded, (n, E, c))
-    return loss, r, *both, *flat, *torch.autograd.grad(cross_entropy.loss(n, E, c, y).sum(), (n, E, c))
-plain = run()
-used = []
-cross_entropy.on_gpu = lambda z: used.append(1) or True
-for a, b in zip(run(), plain, strict=True):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-assert len(used) > 10
-"""
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
-                          text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr

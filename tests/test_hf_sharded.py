@@ -1,9 +1,5 @@
 """FSDP2 of our models under transformers: two processes, padded and unpadded batches, checkpoint, generation."""
 
-import multiprocessing
-import os
-import socket
-
 import pytest
 import torch
 
@@ -11,6 +7,7 @@ pytest.importorskip("transformers")
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from two_processes import in_two_processes
 
 from fastweights.hf import FastWeightConfig, FastWeightForCausalLM
 
@@ -42,8 +39,7 @@ def train(model):
     return losses
 
 
-def as_rank(rank, port, folder):
-    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+def as_rank(rank, folder):
     torch.distributed.init_process_group("gloo")
     try:
         model = make()
@@ -60,21 +56,16 @@ def as_rank(rank, port, folder):
         torch.distributed.destroy_process_group()
 
 
-def test_two_processes_are_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=as_rank, args=(rank, port, tmp_path)) for rank in range(2)]
-    for p in processes:
-        p.start()
+def alone():
+    """Losses, weights and new tokens of one process."""
     model = make()
     losses = train(model)
     tokens, mask = batch()
-    wrote = model.eval().generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
-    for p in processes:
-        p.join()
-    assert [p.exitcode for p in processes] == [0, 0]
+    return losses, model, model.eval().generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
+
+
+def test_two_processes_are_one(tmp_path):
+    losses, model, wrote = in_two_processes(as_rank, tmp_path, meanwhile=alone)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert losses[-1] < losses[1]
     torch.testing.assert_close(found["losses"], losses)

@@ -1,6 +1,6 @@
 """The Triton kernels against the float64 oracle: on a CUDA device where there is one, else in Triton's interpreter.
 
-The interpreter must be chosen before Triton is imported, so without a device one test runs this file once more.
+The interpreter must be chosen before Triton is imported, so without a device test_interpreter.py runs this file again.
 """
 
 from itertools import pairwise
@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 from oracle import oracle, oracle_gradients, problem, torch_loop
 
 from fastweights import FastWeightError
@@ -18,11 +18,6 @@ from fastweights.torch.ops import choose
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 HALF = [torch.float16] if kernels.INTERPRETED else [torch.bfloat16, torch.float16]  # it has no bfloat16 products
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 
 from fastweights.torch.kernels import convolution, packed_convolution
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 
 from fastweights import features
 from fastweights.core import Spec
 from fastweights.torch.kernels import features as fused
 from fastweights.torch.methods import map_plainly
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def both(x, name, norm, dy):

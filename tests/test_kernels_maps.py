@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 
 from fastweights import features
 from fastweights.core import Spec
@@ -11,11 +11,6 @@ from fastweights.torch.methods import map_plainly
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "state")
 HALF = torch.float16 if kernels.INTERPRETED else torch.bfloat16  # it has no bfloat16 products
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def problem(name, T=70, d=12, V=20, B=2, H=2, dtype=torch.float32, sequences=None, rates=True):

@@ -5,18 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 from oracle import assert_close, oracle, problem
 
 from fastweights import FastWeightError
 from fastweights.core import Inputs, Spec
 from fastweights.torch import fast_weight, kernels
 from fastweights.torch.ops import choose
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def tensors(args):

@@ -1,14 +1,10 @@
 """The layers of Flax and Keras are those of PyTorch: same weights, same outputs, states and gradients.
 
-Keras takes one backend per process, so `test_keras_backend` runs this file and test_layers_keras.py once for each. One
-of them, here and now: `KERAS_BACKEND=jax pytest --frameworks keras tests/test_layers_frameworks.py`.
+Keras takes one backend per process, so test_keras.py runs this file once for each. One of them, here and now:
+`KERAS_BACKEND=jax pytest --frameworks keras tests/test_layers_frameworks.py`.
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,34 +16,8 @@ from fastweights.attention_config import NORMS, PRESETS
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-ROOT = Path(__file__).parent.parent
-JAX = (  # Keras on JAX compiles operation by operation, for every new shape: each feature once
-    "presets and (float64 or performer) or norms or everything and l2 or rnn and (9 or 5) or programmer and tanh "
-    "or streaming and silu or split or back or trains or errors or config or mixed"
-)
 RULES = ["sum", "delta"]
 FEATURES = ["identity", "relu", "silu", "elu+1", "dpfp-2", "favor-4"]
-
-
-@pytest.mark.parametrize(("name", "chosen"), [("tensorflow", ""), ("torch", ""), ("jax", JAX)])
-def test_keras_backend(pytestconfig, name, chosen):
-    if "keras" in pytestconfig.getoption("--frameworks").split(","):
-        pytest.skip("this process is on a backend already")
-    files = [
-        "tests/test_layers_frameworks.py",
-        "tests/test_layers_keras.py",
-        "fastweights/keras/nn.py",
-        "fastweights/keras/sequential.py",
-    ]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--doctest-modules", *files,
-         "--frameworks", "keras", "-k", chosen],
-        env=os.environ | {"KERAS_BACKEND": name, "OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -1,15 +1,14 @@
 """Training: it learns, it goes on exactly where it stopped, and its files are whole or absent."""
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 
 import pytest
 import torch
+from two_processes import in_two_processes
 
 from fastweights import files
 from fastweights.core import FastWeightError
@@ -204,42 +203,46 @@ def test_no_file_of_a_run_is_pickled(go, tmp_path):
     assert kinds == {".json", ".jsonl", ".safetensors"}
 
 
-def as_rank(rank, port, config, run, resume, cache):
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
-    )
-    train(config, run, resume=resume, cache=cache)
+def train_as_one_of_two(rank, config, run, cache, joined):
+    """Train, then go on for two steps more. joined: in a process group that is there already, as a caller may have."""
+    if joined:
+        torch.distributed.init_process_group("gloo")
+    train(config, run, cache=cache)
+    if not joined:
+        return
+    torch.distributed.barrier()
+    if rank == 0:
+        make_longer(run)
+    torch.distributed.barrier()
+    train(config, run, resume=True, cache=cache)
+    torch.distributed.destroy_process_group()
 
 
-def two_processes(*arguments):
-    """What torchrun does."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads other frameworks have started
-    processes = [context.Process(target=as_rank, args=(rank, port, *arguments)) for rank in range(2)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join()
-    assert [p.exitcode for p in processes] == [0, 0]
+def resume_as_one_of_two(rank, config, run, cache):
+    train(config, run, resume=True, cache=cache)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parallel):
-    """And they resume as one does."""
-    same = dict(head="fwl", steps=6, eval_every=3, dropout=0.0)
-    wanted = go("one", batch=4, **same)
-    config = Config(data=corpus, parallel=parallel, device="cpu", **(SMALL | same))
-    run = tmp_path / "two"
-    two_processes(config, run, False, tmp_path / "cache")
-    losses = lambda: [json.loads(line)["loss"] for line in (run / run_folder.METRICS).read_text().splitlines()]  # noqa: E731
-    assert losses() == pytest.approx(wanted, rel=1e-4)
+def make_longer(run):
+    """Eight steps instead of six."""
     about = json.loads((run / run_folder.CONFIG).read_text())
     about["config"]["steps"] = 8
     del about["sha256"]  # an edit
     (run / run_folder.CONFIG).write_text(json.dumps(about))
-    two_processes(config, run, True, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parallel):
+    """And they resume as one does: in new processes, or (sharded) in the caller's own process group."""
+    same = dict(head="fwl", steps=6, eval_every=3, dropout=0.0)
+    wanted = go("one", batch=4, **same)
+    config = Config(data=corpus, parallel=parallel, device="cpu", **(SMALL | same))
+    run, joined = tmp_path / "two", parallel == "fsdp"
+    in_two_processes(train_as_one_of_two, config, run, tmp_path / "cache", joined)
+    losses = lambda: [json.loads(line)["loss"] for line in (run / run_folder.METRICS).read_text().splitlines()]  # noqa: E731
+    if not joined:
+        assert losses() == pytest.approx(wanted, rel=1e-4)
+        make_longer(run)
+        in_two_processes(resume_as_one_of_two, config, run, tmp_path / "cache")
     assert losses()[:6] == pytest.approx(wanted, rel=1e-4)
     assert len(losses()) == 8
     assert max(losses()[6:]) < wanted[0] - 0.5
