@@ -2,12 +2,11 @@
 
 import functools
 import os
-from collections import Counter
-from itertools import combinations
 
 import numpy as np
 import pytest
 from backends import FRAMEWORKS
+from covering import covering
 from layer_backends import flax, framework, keras, quiet  # noqa: F401
 
 if os.environ.get("KERAS_BACKEND") == "tensorflow":
@@ -39,11 +38,12 @@ def rng():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keras on TensorFlow and on JAX, which trace and compile, takes of each grid what `covering` chooses.
+    """Where tests are slow, of each grid what `covering` chooses: the interpreter, Keras on TensorFlow and on JAX.
 
-    On torch Keras runs all of them, and the code above the backend is the same.
+    On a GPU kernels run all of their grids. So does Keras on torch, and the code above the backend is the same.
     """
-    if config.getoption("--frameworks") != "keras" or os.environ.get("KERAS_BACKEND") == "torch":
+    traced = config.getoption("--frameworks") == "keras" and os.environ.get("KERAS_BACKEND") != "torch"
+    if not traced and os.environ.get("TRITON_INTERPRET") != "1":
         return
     grids = {}
     for item in items:
@@ -52,24 +52,6 @@ def pytest_collection_modifyitems(config, items):
     chosen = {item for grid in grids.values() for item in covering(grid)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-
-
-def covering(grid):
-    """Few tests of one function with every value of every parameter, and every pair of values of two switches.
-
-    A switch is a parameter of two values. Each test adds as much as it can, of values that were seldom had so far.
-    """
-    cells = {i: {(n, repr(x)) for n, x in i.callspec.params.items()} for i in grid if hasattr(i, "callspec")}
-    values = Counter(name for name, _ in set().union(*cells.values()))
-    for cell in cells.values():
-        cell |= set(combinations(sorted(x for x in cell if values[x[0]] == 2), 2))
-    missing, had = set().union(*cells.values()), Counter()
-    chosen = [item for item in grid if item not in cells]
-    while missing:
-        chosen.append(max(cells, key=lambda item: (len(cells[item] & missing), -sum(had[x] for x in cells[item]))))
-        missing -= cells[chosen[-1]]
-        had.update(cells[chosen[-1]])
-    return chosen
 
 
 def pytest_configure(config):
