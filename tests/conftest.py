@@ -38,20 +38,25 @@ def rng():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Where tests are slow, of each grid what `covering` chooses: the interpreter, Keras on TensorFlow and on JAX.
+    """What is slow to compile or to interpret takes of each grid what `covering` chooses, and nothing but grids is cut.
 
-    On a GPU kernels run all of their grids. So does Keras on torch, and the code above the backend is the same.
+    All cells run on PyTorch, those that are of other frameworks alone in Keras on torch, and those of kernels on a GPU.
     """
-    traced = config.getoption("--frameworks") == "keras" and os.environ.get("KERAS_BACKEND") != "torch"
-    if not traced and os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    grids = {}
+    alone = config.getoption("--frameworks") == "keras"
+    slow = (alone and os.environ.get("KERAS_BACKEND") != "torch") or os.environ.get("TRITON_INTERPRET") == "1"
+    kept, grids = set(), {}
     for item in items:
-        if not hasattr(item, "callspec") or item.callspec.params.get("framework") != "jax":
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        of_jax = "jax" in (given.get("backend"), given.get("framework"))
+        if of_jax and alone:
+            continue  # another process's
+        if of_jax or slow:
             grids.setdefault(item.nodeid.split("[")[0], []).append(item)
-    chosen = {item for grid in grids.values() for item in covering(grid)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+        else:
+            kept.add(item)
+    kept.update(item for grid in grids.values() for item in covering(grid))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_configure(config):

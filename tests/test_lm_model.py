@@ -9,7 +9,7 @@ from fastweights.lm.generation import Sampling, generate, text_of
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
-from fastweights.models.mixers import Pieces
+from fastweights.models.mixers import Documents
 from fastweights.text.tokenizer import Bytes
 
 MODELS = ["transformer", "linear", "performer", "delta", "gated-delta", "lstm"]
@@ -44,7 +44,7 @@ def test_documents_in_a_row_do_not_see_each_other(model, rng):
     starts = np.zeros((2, 12), bool)
     starts[0, 0] = starts[0, 5] = starts[0, 6] = starts[1, 9] = True
     state = model.score(tokens(rng, 2, 7), tokens(rng, 2, 7)).state
-    got = model.score(rows, labels, state, pieces=Pieces.of(starts))
+    got = model.score(rows, labels, state, documents=Documents.of(starts))
     one = lambda row, a, b, state=None: model.score(rows[row : row + 1, a:b], labels[row : row + 1, a:b], state)  # noqa: E731
     wanted = [one(0, 0, 5), one(0, 5, 6), one(0, 6, 12)]
     torch.testing.assert_close(got.loss[0], torch.cat([w.loss[0] for w in wanted]))
@@ -57,8 +57,10 @@ def test_a_row_goes_on_with_its_document(model, rng):
     rows, labels = tokens(rng, 2, 20), tokens(rng, 2, 20)
     starts = np.zeros((2, 10), bool)
     starts[0, 4] = True  # the other row is not cut
-    first = model.score(rows[:, :10], labels[:, :10], pieces=Pieces.of(np.eye(2, 10, dtype=bool) * [[1], [0]] > 0))
-    second = model.score(rows[:, 10:], labels[:, 10:], first.state, pieces=Pieces.of(starts))
+    first = model.score(
+        rows[:, :10], labels[:, :10], documents=Documents.of(np.eye(2, 10, dtype=bool) * [[1], [0]] > 0)
+    )
+    second = model.score(rows[:, 10:], labels[:, 10:], first.state, documents=Documents.of(starts))
     whole = model.score(rows[1:], labels[1:])
     torch.testing.assert_close(torch.cat([first.loss, second.loss], 1)[1:], whole.loss)
 

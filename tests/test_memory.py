@@ -67,8 +67,13 @@ def test_gradients_match_the_oracle(backend, rng, method, rule, read, decay):
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cuts=st.lists(st.integers(0, 70), max_size=3), method=st.sampled_from(METHODS), rule=st.sampled_from(RULES))
+@given(
+    cuts=st.lists(st.sampled_from(range(0, 71, 7)), max_size=3),
+    method=st.sampled_from(METHODS),
+    rule=st.sampled_from(RULES),
+)
 def test_any_split_of_a_sequence_equals_the_whole(backend, cuts, method, rule):
+    """Lengths are multiples of 7, which are none of 64, so that JAX compiles ten of them and not seventy."""
     args = problem(np.random.default_rng(1), B=1, T=70, H=2)
     bounds = [0, *sorted(cuts), 70]
     outputs, state = [], args["state"]

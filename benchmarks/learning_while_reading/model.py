@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.models.mixers import Pieces
+from fastweights.models.mixers import Documents
 from fastweights.text.tokenizer import FILE, Subwords
 from fastweights.torch import FWLBlock
 from fastweights.torch.tree import map_tensors
@@ -159,9 +159,9 @@ def body(given):
         rows = (pages.inside if given.body == "lstm" else pages.packed)(rng, given.batch, given.length)
         tokens, labels = (torch.from_numpy(np.ascontiguousarray(x)) for x in (rows[:, :-1], rows[:, 1:]))
         weights = (labels != pages.vocab - 1).to(given.device)
-        pieces = None if given.body == "lstm" else Pieces.of((tokens == pages.vocab - 1).numpy(), given.device)
+        documents = None if given.body == "lstm" else Documents.of((tokens == pages.vocab - 1).numpy(), given.device)
         with autocast(given):
-            scores = model.score(tokens.to(given.device), labels.to(given.device), pieces=pieces, learn=False)
+            scores = model.score(tokens.to(given.device), labels.to(given.device), documents=documents, learn=False)
         return (scores.loss * weights).sum() / weights.sum(), weights.numel()
 
     trained(given, optimizer, loss_of, f"{given.body} body")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.core import FastWeightError
-from fastweights.models.mixers import Pieces
+from fastweights.models.mixers import Documents
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed batches
 # They say nothing that the cache does not, or are for `generate` alone, which hands them on
@@ -42,7 +42,9 @@ def real_tokens(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
-def text_starts(x: Tensor, mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]) -> Pieces | None:
+def text_starts(
+    x: Tensor, mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]
+) -> Documents | None:
     """Where texts start inside the rows of x (B, T, D), or None where no row holds more than one.
 
     Args:
@@ -71,15 +73,15 @@ def text_starts(x: Tensor, mask: Tensor | None, position_ids: Tensor | None, pac
         return None
     if mask is not None:
         starts = starts | F.pad(mask.diff(dim=1), (1, 0))  # padding is a text of its own
-    return Pieces.of(starts.cpu().numpy(), x.device)
+    return Documents.of(starts.cpu().numpy(), x.device)
 
 
 def _by_offsets(offsets, x):
-    """Texts packed into one row with offsets (N + 1,), as pieces of it."""
+    """Texts packed into one row with offsets (N + 1,), as documents of it."""
     B, T = x.shape[:2]
     if B != 1:
         raise FastWeightError(f"cu_seq_lens_q is given for {B} rows; expected one: all texts in it, end to end")
     offsets = offsets.to(x.device, torch.long)
     one = offsets.new_zeros(1)
     starts = (torch.arange(T, device=x.device) == offsets[:-1, None]).any(0) & (torch.arange(T, device=x.device) > 0)
-    return Pieces(starts[None], offsets, one, one + (len(offsets) - 2), torch.ones(1, device=x.device), False)
+    return Documents(starts[None], offsets, one, one + (len(offsets) - 2), torch.ones(1, device=x.device), False)

@@ -123,12 +123,12 @@ class FastWeightModel(FastWeightPreTrainedModel):
         if cache is not None and cache.recording:
             cache.readings.append(Reading(state, x))
         mask = real_tokens(attention_mask, x.shape[1])
-        pieces = text_starts(x, mask, position_ids, packing_of(kwargs))
+        documents = text_starts(x, mask, position_ids, packing_of(kwargs))
         after: list[Any] = []
         hidden: list[Any] = [x]
         blocks = [None] * len(self.blocks) if state is None else state.blocks
         for block, memory in zip(self.blocks, blocks, strict=True):
-            x, memory = block(x, memory, pieces, mask if pieces is None else None)
+            x, memory = block(x, memory, documents, mask if documents is None else None)
             hidden.append(x)
             after.append(memory)
         x = self.norm(x)
@@ -243,18 +243,18 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         whole = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=out.hidden_states)
         return whole if _dict_wanted(self.config, return_dict) else whole.to_tuple()
 
-    def _learn(self, x, tokens, state, mask, pieces):
+    def _learn(self, x, tokens, state, mask, documents):
         """What the Fast Weight Layer makes of the features, and what it knows after them."""
         head: Any = self.fast
         with _loaded(self.lm_head):
             unembed = self.lm_head.weight
-            if pieces is None:
+            if documents is None:
                 return head(x, tokens, unembed, mask=mask, state=state, learn=self.config.adapt)
-            rows = pieces.apart(x), pieces.apart(tokens)
+            rows = documents.apart(x), documents.apart(tokens)
             entered = head.init_state(len(x)) if state is None else state
-            y, after = head(*rows, unembed, mask=pieces.real, state=map_tensors(pieces.enter, entered),
+            y, after = head(*rows, unembed, mask=documents.real, state=map_tensors(documents.enter, entered),
                             learn=self.config.adapt)  # fmt: skip
-            return pieces.together(y), map_tensors(pieces.leave, after)
+            return documents.together(y), map_tensors(documents.leave, after)
 
     def _tokens_of(self, x):
         """Tokens (B, T) that these are the embeddings of, to learn from; -1 where they are of none."""

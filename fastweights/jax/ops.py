@@ -17,6 +17,7 @@ from fastweights import core
 from fastweights.checks import check, check_method, check_offsets, check_values, debugging, log_method
 from fastweights.core import ARRAYS, TOKENS, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
+from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
@@ -137,7 +138,7 @@ def feature_map(
         [0.0, 0.0, 1.0, 0.0]
     """
     x = jnp.asarray(x)
-    wide = _wide(x)
+    wide = accumulation_dtype(x)
     if projection is not None:
         projection = jnp.asarray(projection, wide)
     with jax.default_matmul_precision("highest"):
@@ -153,7 +154,7 @@ def _fast_weight(inputs, spec, recurrent):
         return core.gather_reads(o, spec), S
     q, _, v, beta, log_decay, _, state, cu_seqlens, mask = inputs
     B, T, H, K = q.shape
-    V, wide, C = v.shape[-1], _wide(q), spec.chunk_size
+    V, wide, C = v.shape[-1], accumulation_dtype(q), spec.chunk_size
     if state is None:
         state = jnp.zeros((B if cu_seqlens is None else len(cu_seqlens) - 1, H, K, V), wide)
     if T == 0:
@@ -192,11 +193,6 @@ def _inverse_jvp(xp, primals, tangents):
         Y, (dL,) = core.inverse(*primals, xp), tangents
         dL = dL + Y @ dL
         return Y, -(dL + dL @ Y)  # -(I + Y) dL (I + Y)
-
-
-def _wide(x):
-    """What the memory of x accumulates in."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 class _Packing(NamedTuple):

@@ -322,8 +322,8 @@ def make_labels(
     """Next-token labels (B, T) and weights (B, T) for tokens (B, T), which may be a `keras.Input`.
 
         >>> labels, weights = make_labels(ops.convert_to_tensor([[5, 6, 7, 0]]), pad_id=0)
-        >>> labels.tolist(), weights.tolist()
-        ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+        >>> [ops.convert_to_numpy(x).tolist() for x in (labels, weights)]
+        [[[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]]]
 
     Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
 

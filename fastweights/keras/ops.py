@@ -15,6 +15,7 @@ from fastweights import core
 from fastweights.checks import check, check_method, check_offsets, check_values, debugging, log_method
 from fastweights.core import ARRAYS, TOKENS, Chunk, FastWeightError, Inputs, Spec
 from fastweights.features import parse, parse_fixed
+from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
@@ -144,8 +145,8 @@ def feature_map(
     """
     x = ops.convert_to_tensor(x)
     if projection is not None:
-        projection = ops.convert_to_tensor(projection, _wide(x))
-    phi = parse(name).apply(ops.cast(x, _wide(x)), ops, ops, norm=norm, projection=projection)
+        projection = ops.convert_to_tensor(projection, accumulation_dtype(x))
+    phi = parse(name).apply(ops.cast(x, accumulation_dtype(x)), ops, ops, norm=norm, projection=projection)
     return ops.cast(phi, x.dtype)
 
 
@@ -156,7 +157,7 @@ def _fast_weight(inputs, spec, *, recurrent):
         return core.gather_reads(o, spec), S
     q, _, v, beta, log_decay, _, state, cu_seqlens, mask = inputs
     B, T, H, K = ops.shape(q)
-    V, wide, C = v.shape[-1], _wide(q), spec.chunk_size
+    V, wide, C = v.shape[-1], accumulation_dtype(q), spec.chunk_size
     if state is None:
         state = ops.zeros((B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1, H, K, V), wide)
     if isinstance(T, int) and T == 0:
@@ -199,11 +200,6 @@ def _with_absent(present, parts):
     """parts, with None in the places that are not present."""
     parts = iter(parts)
     return [next(parts) if there else None for there in present]
-
-
-def _wide(x):
-    """What the memory of x accumulates in."""
-    return "float64" if core.dtype_name(x) == "float64" else "float32"
 
 
 class _Packing(NamedTuple):

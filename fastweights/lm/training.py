@@ -21,7 +21,7 @@ from fastweights.models import run_folder
 from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
-from fastweights.models.mixers import Pieces
+from fastweights.models.mixers import Documents
 from fastweights.torch.devices import copied, matrix_peak, pick_device
 from fastweights.torch.tree import map_tensors
 
@@ -42,15 +42,15 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor, state: State, pieces: Pieces) -> tuple:
+    def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor, state: State, documents: Documents) -> tuple:
         """(what is trained, the loss without gradient, the states to carry on) of a batch.
 
         Args:
             tokens, labels, weights: (B, T).
             state: carried from the batch before.
-            pieces: where documents start.
+            documents: where documents start.
         """
-        scores = self.model.score(tokens, labels, state, weights=weights, pieces=pieces)
+        scores = self.model.score(tokens, labels, state, weights=weights, documents=documents)
         loss = (scores.loss * weights).sum()
         trained = loss
         if scores.slow is not None:
@@ -350,8 +350,8 @@ class Trainer:
 
 def to_batch(
     rows: np.ndarray, start: int, device: str, forget: Any = False, *, even: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Pieces]:
-    """tokens, labels, weights (B, T) and pieces of rows (B, T + 1); a document's start is never a label.
+) -> tuple[Tensor, Tensor, Tensor, Documents]:
+    """tokens, labels, weights (B, T) and documents of rows (B, T + 1); a document's start is never a label.
 
     Args:
         rows: tokens, one more than the model is given.
@@ -364,8 +364,8 @@ def to_batch(
     starts = tokens == start
     starts[:, 0] |= forget
     to = lambda x: copied(torch.from_numpy(np.ascontiguousarray(x)), device)  # noqa: E731
-    pieces = Pieces.of(starts, device, even=even)
-    return to(tokens), to(labels), to((labels != start).astype(np.float32)), pieces
+    documents = Documents.of(starts, device, even=even)
+    return to(tokens), to(labels), to((labels != start).astype(np.float32)), documents
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Blocks compiled with torch.compile: one kind of block is compiled once and shared by all of that kind.
 
-Only training steps run compiled, and all of them have the same shapes (`Pieces.even`), so nothing is compiled anew when
-documents start elsewhere, in an evaluation, or when a run goes on.
+Only training steps run compiled, and all of them have the same shapes (`Documents.even`), so nothing is compiled anew
+when documents start elsewhere, in an evaluation, or when a run goes on.
 """
 
 from importlib.util import find_spec
@@ -67,6 +67,6 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
     model.compiled = torch.compile(_run, backend=backend, dynamic=False)
 
 
-def _run(block: Any, x: Tensor, state: Any, pieces: Any) -> tuple[Tensor, Any]:
+def _run(block: Any, x: Tensor, state: Any, documents: Any) -> tuple[Tensor, Any]:
     """One block on x (B, T, D): what torch.compile sees."""
-    return block(x, state, pieces)
+    return block(x, state, documents)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.fwl import FWLState
 from fastweights.models.config import Config
 from fastweights.models.memory import Memory
-from fastweights.models.mixers import Pieces, mixer
+from fastweights.models.mixers import Documents, mixer
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy
 from fastweights.torch.fwl import FWLBlock
@@ -90,10 +90,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, state: Any = None, pieces: Pieces | None = None, mask: Tensor | None = None
+        self, x: Tensor, state: Any = None, documents: Documents | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """state: of the mixer, None before the first token.  mask (B, T): False for padding, on any side."""
-        y, state = self.mixer(self.norm1(x), state, pieces, mask)
+        y, state = self.mixer(self.norm1(x), state, documents, mask)
         x = x + self.dropout(y)
         return x + self.dropout(self.feed_forward(self.norm2(x))), state
 
@@ -146,24 +146,26 @@ class LanguageModel(nn.Module):
         blocks = [block.mixer.init_state(batch) for block in self.blocks]
         return State(blocks, None if self.fast is None else self.fast.init_state(batch))
 
-    def forward(self, tokens: Tensor, state: State | None = None, pieces: Pieces | None = None) -> tuple[Tensor, list]:
+    def forward(
+        self, tokens: Tensor, state: State | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, list]:
         """Features (B, T, D) for tokens (B, T), and the states of the blocks.
 
         Args:
             tokens: (B, T).
             state: of an earlier call; empty when absent.
-            pieces: where documents start inside the rows, if they do.
+            documents: where documents start inside the rows, if they do.
         """
         blocks = [None] * len(self.blocks) if state is None else state.blocks
         x, after = self.embedding(tokens), []
-        compiled = self.compiled is not None and pieces is not None and pieces.even is not None
+        compiled = self.compiled is not None and documents is not None and documents.even is not None
         run = self.compiled if compiled else Block.__call__
-        pieces = pieces.even if compiled and pieces is not None else pieces
+        documents = documents.even if compiled and documents is not None else documents
         for block, memory in zip(self.blocks, blocks, strict=True):
             if self.config.checkpointing and self.training:
-                x, memory = checkpoint(run, block, x, memory, pieces, use_reentrant=False)
+                x, memory = checkpoint(run, block, x, memory, documents, use_reentrant=False)
             else:
-                x, memory = run(block, x, memory, pieces)
+                x, memory = run(block, x, memory, documents)
             after.append(memory)
         return self.norm(x), after
 
@@ -174,7 +176,7 @@ class LanguageModel(nn.Module):
         state: State | None = None,
         *,
         weights: Tensor | None = None,
-        pieces: Pieces | None = None,
+        documents: Documents | None = None,
         learn: bool = True,
         slow: bool = True,
     ) -> Scores:
@@ -184,12 +186,12 @@ class LanguageModel(nn.Module):
             tokens, labels: (B, T); labels are usually the tokens one later.
             state: of an earlier call, to go on with the same texts; empty when absent.
             weights: (B, T), 0 where a Fast Weight Layer shall not learn from the label.
-            pieces: where documents start inside the rows, if they do.
+            documents: where documents start inside the rows, if they do.
             learn: False: a Fast Weight Layer learns nothing.
             slow: False: the loss of one that has learned nothing is not wanted.
         """
         state = self.init_state(len(tokens)) if state is None else state
-        x, blocks = self(tokens, state, pieces)
+        x, blocks = self(tokens, state, documents)
         if self.fast is None:
             zero = x.new_zeros(self.vocab)
             return Scores(cross_entropy.loss(x, self.embedding.weight.mT, zero, labels), None, State(blocks, None))
@@ -197,26 +199,26 @@ class LanguageModel(nn.Module):
             loss = self.fast.slow_loss(x, labels)
             return Scores(loss, loss, State(blocks, state.fast))
         weights = torch.ones(labels.shape, device=x.device) if weights is None else weights
-        out = self._learn(x, labels, weights, state.fast, pieces, slow)
+        out = self._learn(x, labels, weights, state.fast, documents, slow)
         return Scores(out.loss, out.slow_loss, State(blocks, out.state))
 
-    def _learn(self, x, labels, weights, fast, pieces, slow):
+    def _learn(self, x, labels, weights, fast, documents, slow):
         """The Fast Weight Layer on features x: rows that hold several documents are laid end to end, as packed ones."""
-        if pieces is None or pieces.whole:
-            fast = fast if pieces is None else map_tensors(pieces.kept, fast)
+        if documents is None or documents.whole:
+            fast = fast if documents is None else map_tensors(documents.kept, fast)
             return self.fast.run(x, labels, weights, fast, logits=False, slow=slow)
         out = self.fast.run(
             x.reshape(1, -1, x.shape[-1]),
             labels.reshape(1, -1),
             weights.reshape(1, -1),
-            map_tensors(pieces.enter, fast),
-            cu_seqlens=pieces.cu_seqlens,
+            map_tensors(documents.enter, fast),
+            cu_seqlens=documents.cu_seqlens,
             logits=False,
             slow=slow,
         )
         of_slow = None if out.slow_loss is None else out.slow_loss.view(labels.shape)
         return out._replace(
-            loss=out.loss.view(labels.shape), slow_loss=of_slow, state=map_tensors(pieces.leave, out.state)
+            loss=out.loss.view(labels.shape), slow_loss=of_slow, state=map_tensors(documents.leave, out.state)
         )
 
     def logits(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -1,7 +1,7 @@
-"""Sequence mixers with one interface: (x (B, T, D), state, pieces, mask) -> (y (B, T, D), state).
+"""Sequence mixers with one interface: (x (B, T, D), state, documents, mask) -> (y (B, T, D), state).
 
-The state holds what a mixer knows of the tokens before x, B rows of it; None is that of no tokens. `pieces` says where
-documents start inside x; `mask` (B, T) is False for padding, on any side and whatever it holds.
+The state holds what a mixer knows of the tokens before x, B rows of it; None is that of no tokens. `documents` says
+where they start inside x; `mask` (B, T) is False for padding, on any side and whatever it holds.
 """
 
 from typing import Any, NamedTuple
@@ -20,20 +20,20 @@ from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
 
 
-class Pieces(NamedTuple):
-    """Rows cut where documents start, N pieces in all: what keeps one document's memory out of the next.
+class Documents(NamedTuple):
+    """Rows cut where documents start, N documents in all: what keeps one document's memory out of the next.
 
     Attributes:
         starts: (B, T), where documents start.
-        cu_seqlens: (N + 1,), the pieces of all rows laid end to end.
-        first, last: (B,), each row's first and last piece.
+        cu_seqlens: (N + 1,), the documents of all rows laid end to end.
+        first, last: (B,), each row's first and last document.
         keep: (B,), 1 where the row goes on with the document before it.
         whole: no row is cut.
-        even: the same with empty pieces at the end, so that N is nearly always the same, for compiled blocks.
+        even: the same with empty documents at the end, so that N is nearly always the same, for compiled blocks.
 
     Examples:
-        >>> pieces = Pieces.of(np.array([[0, 0, 1, 0], [1, 0, 0, 0]], bool))
-        >>> pieces.cu_seqlens.tolist(), pieces.keep.tolist()
+        >>> documents = Documents.of(np.array([[0, 0, 1, 0], [1, 0, 0, 0]], bool))
+        >>> documents.cu_seqlens.tolist(), documents.keep.tolist()
         ([0, 2, 4, 8], [1.0, 0.0])
     """
 
@@ -46,7 +46,7 @@ class Pieces(NamedTuple):
     even: Any = None
 
     @classmethod
-    def of(cls, starts: np.ndarray, device: Any = None, *, even: bool = False) -> "Pieces":
+    def of(cls, starts: np.ndarray, device: Any = None, *, even: bool = False) -> "Documents":
         """From starts (B, T), NumPy, True where a document starts; tables go to `device`."""
         B, T = starts.shape
         cut = starts.copy()
@@ -56,40 +56,40 @@ class Pieces(NamedTuple):
         last = np.r_[first[1:], len(begin)] - 1
         to = lambda x: copied(torch.from_numpy(np.ascontiguousarray(x)), device)  # noqa: E731
         keep = (~starts[:, 0]).astype(np.float32)
-        pieces = cls(to(starts), _offsets(begin, B * T, device), to(first), to(last), to(keep), len(begin) == B)
+        documents = cls(to(starts), _offsets(begin, B * T, device), to(first), to(last), to(keep), len(begin) == B)
         if not even:
-            return pieces
+            return documents
         room = B * max(2, -(-len(begin) // B))
         filled = np.r_[begin, [B * T] * (room - len(begin))]
-        return pieces._replace(even=pieces._replace(cu_seqlens=_offsets(filled, B * T, device), whole=False))
+        return documents._replace(even=documents._replace(cu_seqlens=_offsets(filled, B * T, device), whole=False))
 
     def kept(self, rows: Tensor) -> Tensor:
         """What a row carries, nothing where a document starts at its first token."""
         return rows * self.keep.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
 
     def enter(self, rows: Tensor) -> Tensor:
-        """(B, ...) -> (N, ...): a row's first piece goes on with what the row carries, others start with nothing."""
+        """(B, ...) -> (N, ...): a row's first document goes on with what the row carries, others start with nothing."""
         empty = rows.new_zeros(len(self.cu_seqlens) - 1, *rows.shape[1:])
         return empty.index_copy(0, self.first, self.kept(rows))
 
-    def leave(self, pieces: Tensor) -> Tensor:
-        """(N, ...) -> (B, ...): the last piece of each row."""
-        return pieces.index_select(0, self.last)
+    def leave(self, documents: Tensor) -> Tensor:
+        """(N, ...) -> (B, ...): the last document of each row."""
+        return documents.index_select(0, self.last)
 
     @property
     def real(self) -> Tensor:
-        """(N, longest piece): whether there is a token."""
+        """(N, longest document): whether there is a token."""
         lengths = self.cu_seqlens.diff()
         return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
     def apart(self, rows: Tensor) -> Tensor:
-        """(B, T, ...) -> (N, longest piece, ...): each piece is a row of its own, filled up with zeros."""
+        """(B, T, ...) -> (N, longest document, ...): each document is a row of its own, filled up with zeros."""
         found = rows.flatten(0, 1).split(self.cu_seqlens.diff().tolist())
         return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
-    def together(self, pieces: Tensor) -> Tensor:
-        """(N, longest piece, ...) -> (B, T, ...): `apart` undone."""
-        return pieces[self.real].view(*self.starts.shape, *pieces.shape[2:])
+    def together(self, documents: Tensor) -> Tensor:
+        """(N, longest document, ...) -> (B, T, ...): `apart` undone."""
+        return documents[self.real].view(*self.starts.shape, *documents.shape[2:])
 
 
 def _offsets(begin, total, device):
@@ -111,19 +111,19 @@ class FastWeightMixer(nn.Module):
         self,
         x: Tensor,
         state: AttentionState | None = None,
-        pieces: Pieces | None = None,
+        documents: Documents | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """y (B, T, D) and the state after x (B, T, D); pieces or mask, not both."""
-        if pieces is None or mask is not None:
-            _one_of(pieces, mask)
+        """y (B, T, D) and the state after x (B, T, D); documents or mask, not both."""
+        if documents is None or mask is not None:
+            _one_of(documents, mask)
             return self.layer(x, state, mask=mask)
-        if pieces.whole:
-            return self.layer(x, map_tensors(pieces.kept, state))
+        if documents.whole:
+            return self.layer(x, map_tensors(documents.kept, state))
         y, state = self.layer(
-            x.reshape(1, -1, x.shape[-1]), map_tensors(pieces.enter, state), cu_seqlens=pieces.cu_seqlens
+            x.reshape(1, -1, x.shape[-1]), map_tensors(documents.enter, state), cu_seqlens=documents.cu_seqlens
         )
-        return y.view(x.shape), map_tensors(pieces.leave, state)
+        return y.view(x.shape), map_tensors(documents.leave, state)
 
     def init_state(self, batch: int) -> AttentionState:
         """The empty memory of `batch` rows."""
@@ -156,19 +156,19 @@ class SoftmaxMixer(nn.Module):
         self,
         x: Tensor,
         state: SoftmaxState | None = None,
-        pieces: Pieces | None = None,
+        documents: Documents | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, SoftmaxState]:
-        """y (B, T, D) and the state after x (B, T, D); pieces or mask, not both."""
+        """y (B, T, D) and the state after x (B, T, D); documents or mask, not both."""
         if mask is None:
-            return self._attend(x, state, pieces)
-        _one_of(pieces, mask)
+            return self._attend(x, state, documents)
+        _one_of(documents, mask)
         order = mask.long().argsort(dim=1, stable=True)  # padding first, real tokens side by side after it
         x = torch.where(mask[..., None], x, 0.0)
         y, state = self._attend_last(_reordered(x, order), state, mask.sum(1))
         return _reordered(y, order.argsort(1)), state
 
-    def _attend(self, x, state, pieces):
+    def _attend(self, x, state, documents):
         """Attention where no token is padding: over what the state holds and x itself, within each document."""
         B, T, _ = x.shape
         W = self.window if state is not None else 0  # without a state there is nothing to look back at
@@ -176,16 +176,16 @@ class SoftmaxMixer(nn.Module):
         at = torch.arange(W + T, device=x.device)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
         seen = ((back >= 0) & (back <= self.window))[None]
-        count = at.new_zeros(B) if state is None else state.held if pieces is None else pieces.kept(state.held)
+        count = at.new_zeros(B) if state is None else state.held if documents is None else documents.kept(state.held)
         if state is not None:
             seen = seen & (at >= W - count[:, None, None])
-        if pieces is not None:
-            document = pieces.starts.long().cumsum(1)
+        if documents is not None:
+            document = documents.starts.long().cumsum(1)
             seen = seen & (F.pad(document, (W, 0))[:, None, :] == document[:, :, None])
-        if pieces is None:
+        if documents is None:
             age = count + T
         else:
-            since = torch.where(pieces.starts, at[:T], -1).amax(1)
+            since = torch.where(documents.starts, at[:T], -1).amax(1)
             age = torch.where(since < 0, count + T, T - since)
         return self._answer(q, k, v, at, W, seen), self._remember(k, v, age)
 
@@ -261,25 +261,25 @@ class LSTMMixer(nn.Module):
         self.lstm = nn.LSTM(dim, dim, batch_first=True, device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, state: LSTMState | None = None, pieces: Pieces | None = None, mask: Tensor | None = None
+        self, x: Tensor, state: LSTMState | None = None, documents: Documents | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, LSTMState]:
-        """y (B, T, D) and the state after x (B, T, D); pieces or mask, not both."""
+        """y (B, T, D) and the state after x (B, T, D); documents or mask, not both."""
         if state is None:
             state = LSTMState(x.new_zeros(len(x), x.shape[-1]), x.new_zeros(len(x), x.shape[-1]))
         if mask is not None:
-            _one_of(pieces, mask)
+            _one_of(documents, mask)
             return self._padded(x, state, mask)
-        if pieces is not None and not pieces.whole:
-            return self._cut(x, state, pieces)
-        if pieces is not None:
-            state = map_tensors(pieces.kept, state)
+        if documents is not None and not documents.whole:
+            return self._cut(x, state, documents)
+        if documents is not None:
+            state = map_tensors(documents.kept, state)
         y, (h, c) = self.lstm(x, (state.h[None], state.c[None]))
         return y, LSTMState(h[0], c[0])
 
-    def _cut(self, x, state, pieces):
-        """Each piece is a sequence of its own, padded to the longest."""
-        y, state = self._run(pieces.apart(x), map_tensors(pieces.enter, state), pieces.cu_seqlens.diff())
-        return pieces.together(y), map_tensors(pieces.leave, state)
+    def _cut(self, x, state, documents):
+        """Each document is a sequence of its own, padded to the longest."""
+        y, state = self._run(documents.apart(x), map_tensors(documents.enter, state), documents.cu_seqlens.diff())
+        return documents.together(y), map_tensors(documents.leave, state)
 
     def _padded(self, x, state, mask):
         """Real tokens are moved to the front of each row, and moved back afterwards; a row of padding keeps its
@@ -338,7 +338,7 @@ def _reordered(x, order):
     return torch.take_along_dim(x, order[..., None], 1)
 
 
-def _one_of(pieces, mask):
+def _one_of(documents, mask):
     """Raise FastWeightError where both are given."""
-    if pieces is not None and mask is not None:
-        raise FastWeightError("pieces and mask are both given; expected one: padding of a packed row is a piece")
+    if documents is not None and mask is not None:
+        raise FastWeightError("documents and mask are both given; expected one: padding of a packed row is a document")

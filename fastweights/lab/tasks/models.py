@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.in_proj, self.out_proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.conv = nn.Parameter(torch.empty(conv, 3 * dim).uniform_(-1, 1) / conv**0.5) if conv else None
 
-    def forward(self, x: Tensor, state: Any = None, pieces: Any = None, mask: Any = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, state: Any = None, documents: Any = None, mask: Any = None) -> tuple[Tensor, None]:
         """y (B, T, D) for x (B, T, D), all of which it sees; there is no state to carry."""
         B, T, D = x.shape
         y = self.in_proj(x)
