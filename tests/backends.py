@@ -80,7 +80,8 @@ class Keras:
     def run(self, args, **how):
         how |= {n: self.array(how[n]) for n in ("cu_seqlens", "mask") if how.get(n) is not None}
         call = lambda x: self.fast_weight(**x, **how)  # noqa: E731
-        if self.keras.backend.backend() == "jax" and not debugging():  # as one: operation by operation takes longer
+        compiled = not debugging() and how.get("cu_seqlens") is None  # values are not looked at in a compiled function
+        if self.keras.backend.backend() == "jax" and compiled:  # operation by operation takes longer
             import jax
 
             call = jax.jit(call)
