@@ -21,7 +21,7 @@ class Kernel:
 
     def warmup(self, *arguments, grid, **options):
         if self.meet:
-            self.meet.wait(timeout=10)  # two that wait for each other: only side by side do they go on
+            self.meet.wait(timeout=120)  # two that wait for each other: only side by side do they go on
         self.log.append(f"compile {self.name}")
         return Compiled(self)
 
@@ -76,7 +76,7 @@ def test_threads_that_call_for_the_first_time_at_once_compile_once(log):
     kernel, ready = Kernel("it", log), threading.Barrier(8)
 
     def first():
-        ready.wait(timeout=10)
+        ready.wait(timeout=120)
         launch.compile_together([one(kernel)], DEVICE)
 
     threads = [threading.Thread(target=first) for _ in range(8)]

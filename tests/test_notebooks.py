@@ -10,7 +10,7 @@ nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; pi
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*.ipynb"))
 
 
-def run(path, timeout=120):
+def run(path, timeout=600):
     """The notebook after a run in a kernel of its own; raises where a cell does."""
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=timeout, kernel_name="python3").execute(cwd=str(path.parent))

@@ -136,7 +136,7 @@ def test_a_browser_shows_it_from_disk_without_an_error(site, tmp_path, size):
         "--dump-dom",
         f"file://{site}/index.html?q=overwrite",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert "matching documents" in done.stdout
     assert 'href="results/overwrite.html' in done.stdout.partition("matching documents")[2]
