@@ -60,5 +60,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    """One thread per worker: the tests are small, and two workers with two threads each wait for one another."""
+    """One thread per worker: the tests are small, and two workers with two threads each wait for one another.
+
+    On JAX compiling is most of the time, so it optimises little, except where test_jax.py asks it to.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

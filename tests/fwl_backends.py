@@ -68,7 +68,6 @@ class Flax:
         from fastweights.jax.framework import OPS
 
         jax.config.update("jax_enable_x64", True)
-        jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time here
         self.jax, self.fw, self.head, self.ops, self.array, self.numpy = (
             jax,
             fw,
@@ -209,10 +208,7 @@ FRAMEWORKS = {"jax": Flax, "keras": Keras}
 def any_framework(request):
     if request.param not in request.config.getoption("--frameworks").split(","):
         pytest.skip("test_keras.py runs it in another process" if request.param == "keras" else "not asked for")
-    found = FRAMEWORKS[request.param]()
-    yield found
-    if request.param == "jax":
-        found.jax.config.update("jax_disable_most_optimizations", False)
+    return FRAMEWORKS[request.param]()
 
 
 @pytest.fixture(name="keras")

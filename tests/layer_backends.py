@@ -212,10 +212,7 @@ def keras(request):
 def flax(request):
     if "jax" not in request.config.getoption("--frameworks").split(","):
         pytest.skip("not asked for")
-    found = Flax()
-    found.jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time here
-    yield found
-    found.jax.config.update("jax_disable_most_optimizations", False)
+    return Flax()
 
 
 @pytest.fixture

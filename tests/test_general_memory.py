@@ -23,18 +23,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def compiled_quickly(backend):
-    """On JAX compiling is most of the time here."""
-    jax = getattr(backend, "jax", None)
-    if jax is None:
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize(("rule", "read", "form"), CASES, ids=["-".join(case) for case in CASES])
 @pytest.mark.parametrize("method", METHODS)
 def test_matches_the_oracle_with_its_gradients(backend, rng, method, rule, read, form):

@@ -1,5 +1,6 @@
 """What JAX users do with `fast_weight` beyond calling it: jit, grad, vmap, dtypes, tracing, memory."""
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -36,6 +37,14 @@ def float64():
         yield
 
 
+@pytest.fixture
+def optimised():
+    """As users compile: conftest.py turns most of it off."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
+
+
 def arrays(rng, dtype=np.float64, **shape):
     return {n: jnp.asarray(x.astype(dtype)) for n, x in problem(rng, **shape).items()}
 
@@ -55,7 +64,7 @@ def alone(x, offsets):
 
 
 @pytest.mark.parametrize("method", ["recurrent", "chunked"])
-def test_jit_changes_nothing(rng, method):
+def test_jit_changes_nothing(optimised, rng, method):
     x = small(rng)
     for got, want in zip(jax.jit(lambda x: call(x, method=method))(x), call(x, method=method), strict=True):
         assert_close(np.asarray(got), np.asarray(want), 1e-14)
@@ -111,7 +120,7 @@ def test_vmap_over_packings(rng):
 
 
 @pytest.mark.parametrize("method", ["recurrent", "chunked"])
-def test_one_compiled_function_takes_any_packing(rng, method):
+def test_one_compiled_function_takes_any_packing(optimised, rng, method):
     x, traces = small(rng, sequences=3), []
 
     @jax.jit
@@ -139,7 +148,7 @@ def test_one_document_cannot_poison_another(rng):
 
 @pytest.mark.parametrize("method", ["recurrent", "chunked"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_rounded_only_at_the_ends(rng, dtype, method):
+def test_half_precision_is_rounded_only_at_the_ends(optimised, rng, dtype, method):
     x = arrays(rng, T=70)
     x = {n: y.astype(jnp.float32 if n in ("state", "log_decay") else dtype) for n, y in x.items()}
     o, S = fast_weight(**x, method=method)
@@ -195,7 +204,7 @@ def test_debug_scans_what_has_values(rng):
             jax.jit(call)(x)
 
 
-def test_backward_saves_no_memory_per_token():
+def test_backward_saves_no_memory_per_token(optimised):
     T, K = 1024, 128
     x = {n: jax.ShapeDtypeStruct((1, T, 1, K), jnp.float32) for n in "qkv"}
     loss = lambda x: fast_weight(**x)[0].sum()  # noqa: E731
