@@ -201,8 +201,8 @@ def _triton() -> bool:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether the kernels run on x."""
-    return x.is_cuda and x.dtype != torch.float64 and _triton()
+    """Whether the kernels run on x; `torch.compile` fuses the plain form itself, and cannot trace these inside it."""
+    return x.is_cuda and x.dtype != torch.float64 and _triton() and not torch.compiler.is_compiling()
 
 
 def _blocks(like, n, width):
