@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 
 from fastweights.attention import AttentionState, between_projections
 from fastweights.attention_config import AttentionConfig
@@ -19,11 +19,6 @@ LAYERS = {
     "elu": dict(features="elu+1", norm="sum", out_norm=False, key_dim=20),
     "relu": dict(rule="sum", features="relu", norm="l2", beta=True, decay="learned", conv=2),
 }
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def problem(config, T, *, state, B=2):
