@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fastweights.attention_config import PRESETS
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.case import Case
 from fastweights.bench.peers import PEERS
@@ -123,6 +122,7 @@ def run(
     dtype: torch.dtype,
     repeats: int,
     *,
+    layers: Sequence[str],
     compiled: bool,
     peers: bool,
     advance: Advance,
@@ -133,14 +133,17 @@ def run(
         shape: (B, T, H, K).
         device, dtype: of the inputs.
         repeats: samples, of 20 calls each; one more warms up.
-        compiled: also torch.compile of the layer "deltanet".
+        layers: names of presets.
+        compiled: also torch.compile of the first of these layers; on a GPU also in the mode that replays CUDA graphs.
         peers: also FLA, if it is installed.
         advance: moves the progress bar.
     """
-    calls = _operations(shape, device, dtype, peers) | _layers(shape, device, dtype, PRESETS)
+    calls = _operations(shape, device, dtype, peers) | _layers(shape, device, dtype, layers)
     if compiled:
-        call, leaves = calls["layer, deltanet"]
-        calls["layer, deltanet, torch.compile"] = (torch.compile(call), leaves)
+        call, leaves = calls[f"layer, {layers[0]}"]
+        for mode in _modes(device):
+            name = f"layer, {layers[0]}, torch.compile" + (f", {mode}" if mode else "")
+            calls[name] = (torch.compile(call, mode=mode), leaves)
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     # Contestants take turns, so that a slow moment of the machine falls on all of them.
@@ -175,9 +178,14 @@ def _median(samples: Sequence[float]) -> float:
     return sorted(samples)[len(samples) // 2]
 
 
-def steps(repeats: int, compiled: bool) -> int:
+def _modes(device: str) -> tuple[str | None, ...]:
+    """Modes of torch.compile that are timed."""
+    return (None, "reduce-overhead") if device == "cuda" else (None,)
+
+
+def steps(repeats: int, layers: Sequence[str], compiled: bool, device: str) -> int:
     """How often `run` advances."""
-    return (repeats + 1) * (len(PRESETS) + 6 + compiled)
+    return (repeats + 1) * (len(layers) + 6 + (len(_modes(device)) if compiled else 0))
 
 
 def show(results: Sequence[Result], shape: Sequence[int], device: str, dtype: torch.dtype, console: Console) -> None:

@@ -234,8 +234,12 @@ def host(
     dtype: Inputs = None,
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help='Time torch.compile of the layer "deltanet" too.'),
+        typer.Option("--compile", help="Time torch.compile of the first layer too."),
     ] = False,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--layer", help="Preset to time as a layer; repeatable. All when absent, deltanet first."),
+    ] = None,
     peers: Annotated[
         bool, typer.Option("--peers", help="Time FLA too, whose first call tunes itself for minutes.")
     ] = False,
@@ -248,18 +252,25 @@ def host(
     The host is the CPU's side: checking arguments, launching kernels, building the graph of gradients. On a GPU it
     bounds small calls, since the device waits for it.
 
-    For example: `fastweights bench host --device cuda --compile`
+    For example: `fastweights bench host --device cuda --compile --layer deltanet`
     """
     path = _start("bench host", device, "host", smoke, json)
     import torch
 
+    from fastweights.attention_config import PRESETS
     from fastweights.bench import host as bench_host
     from fastweights.bench import report
 
     shape, kind = bench_host.SMOKE if smoke else bench_host.SHAPE, getattr(torch, _dtype(dtype, device))
+    for each in name or ():
+        if each not in PRESETS:
+            raise FastWeightError(f"--layer is {each!r}; expected one of {', '.join(PRESETS)}")
+    layers = name or ["deltanet", *(each for each in PRESETS if each != "deltanet")]
     samples = repeats or (1 if smoke else 10)
-    with _agreeing(bench_host.steps(samples, compiled)) as advance:
-        results = bench_host.run(shape, device, kind, samples, compiled=compiled, peers=peers, advance=advance)
+    with _agreeing(bench_host.steps(samples, layers, compiled, device)) as advance:
+        results = bench_host.run(
+            shape, device, kind, samples, layers=layers, compiled=compiled, peers=peers, advance=advance
+        )
     bench_host.show(results, shape, device, kind, Console())
     _write(path, report.payload(device) | {"host": bench_host.payload(results, shape, kind)})
 
