@@ -1,10 +1,11 @@
 """What a `FastWeightAttention` layer is, for every framework: its arguments, presets and parameters."""
 
+import json
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from fastweights import features
@@ -150,6 +151,18 @@ class AttentionConfig:
     def hashed(self):
         """The hash of all fields, worked out once: a call looks up its plan by the config."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
+    def text(self):
+        """All fields in one line, as an operator of PyTorch takes them; None where one is a function or a list."""
+        plain = isinstance(self.features, str) and isinstance(self.decay, str | None)
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)}) if plain else None
+
+    @classmethod
+    @cache
+    def of_text(cls, text):
+        """The config that a `text` came from."""
+        return cls(**json.loads(text))
 
     def _check_general(self):
         """Raise where several writes, an erase key or a decay per channel meet what they cannot."""

@@ -9,7 +9,9 @@ from interpreter import DEVICE, runs
 from fastweights.attention import AttentionState, between_projections
 from fastweights.attention_config import AttentionConfig
 from fastweights.torch.framework import OPS
-from fastweights.torch.kernels import mixer
+from fastweights.torch.kernels import mixer, mixer_operators
+
+CHECKS = ("test_schema", "test_faketensor")
 
 LAYERS = {
     "delta network": dict(features="dpfp-2", norm="sum", out_norm=False),
@@ -90,6 +92,28 @@ def test_a_stream_cut_anywhere_equals_the_whole():
             y, memory, before = fused(config, given._replace(p=given.p[:, :cut]))
             rest = fused(config, given._replace(p=given.p[:, cut:], memory=memory, before=before))
             torch.testing.assert_close((torch.cat([y, rest[0]], 1), *rest[1:]), whole, rtol=1e-4, atol=1e-4)
+
+
+@runs
+@pytest.mark.parametrize("name", ["delta network", "gated deltanet"])
+def test_compiled(name):
+    config = AttentionConfig(16, 2, **LAYERS[name])
+    given = problem(config, 70, state=name != "delta network")
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(*(results(run, config, given, torch.float32) for run in (compiled, fused)))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(config, given)[:2], fused(config, given)[:2])
+
+
+@runs
+def test_operators_pass_torchs_own_check():
+    config = AttentionConfig(16, 2, **LAYERS["gated deltanet"])
+    given = problem(config, 5, state=True)
+    torch.library.opcheck(mixer_operators.mix_op, (list(given), config.text, True), test_utils=CHECKS)
+    y, memory, last, *saved = mixer.forward(config, given, save=True)
+    torch.library.opcheck(
+        mixer_operators.mix_backward_op, ([y, memory, last], list(given), saved, config.text), test_utils=CHECKS
+    )
 
 
 @runs

@@ -271,7 +271,9 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
 
     One token without gradients is None: its memory has a launch of its own. So is a call that a probe looks at.
     """
-    if not p.is_cuda or not HAS_TRITON or is_watched() or has_modes() or debugging() or watchers:
+    if not p.is_cuda or not HAS_TRITON or is_transformed() or watchers:
+        return None
+    if not torch.compiler.is_compiling() and (has_modes() or debugging()):
         return None
     if p.shape[1] == 1 and not torch.is_grad_enabled():
         return None

@@ -62,7 +62,15 @@ def suits(config: AttentionConfig) -> bool:
     maps = maps and (config.phi.kind != "dpfp" or (config.feature_width <= WIDEST and config.key_width <= dpfp.WIDEST))
     rates = config.beta in (None, True, False) and config.decay in (None, "learned")
     fits = max(config.key_width, config.value_width) <= 256 and config.heads <= 1024 and config.conv <= BT
-    return simple and maps and config.norm != "nlms" and rates and fits and config.rule in ("delta", "sum")
+    return (
+        simple
+        and maps
+        and config.norm != "nlms"
+        and rates
+        and fits
+        and config.rule in ("delta", "sum")
+        and config.text is not None
+    )
 
 
 def takes(config: AttentionConfig, given: Given) -> bool:
@@ -88,12 +96,23 @@ def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
 
     config, given: of a call that `takes` accepts. Where gradients are wanted, the whole of it is one step of autograd.
     """
+    if torch.compiler.is_compiling():
+        from fastweights.torch.kernels import mixer_operators
+
+        return mixer_operators.mix(config, given)
     given = Given(*(None if x is None else aligned(x) for x in given))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         y, memory, last = Mix.apply(config, *given)
     else:
-        y, memory, last = _forward(config, given, save=False)[:3]
+        y, memory, last = forward(config, given, save=False)[:3]
     return y, AttentionState(memory, None, last)
+
+
+def spec_of(config: AttentionConfig) -> Spec:
+    """What the memory computes. DPFP, whose features are wider than its keys, is mapped by the memory's launches."""
+    if config.phi.kind == "dpfp":
+        return Spec(config.rule, features=config.phi.name, norm=config.feature_norm)
+    return Spec(config.rule)
 
 
 class _Plans(NamedTuple):
@@ -110,10 +129,7 @@ class _Plans(NamedTuple):
 
     @property
     def spec(self):
-        """DPFP, whose features are wider than its keys, is mapped by the memory's own launches."""
-        if self.config.phi.kind == "dpfp":
-            return Spec(self.config.rule, features=self.config.phi.name, norm=self.config.feature_norm)
-        return Spec(self.config.rule)
+        return spec_of(self.config)
 
     @property
     def whole(self):
@@ -188,7 +204,7 @@ def _key(which, config, tensors):
     return which, config, torch.get_float32_matmul_precision(), tensors[0].device, *found
 
 
-def _forward(config, given, save):
+def forward(config, given, save):
     """[y, memory, last inputs or None, *what the backward pass needs]."""
     key = _key(save, config, given)
     plan = _plans.get(key)
@@ -224,7 +240,7 @@ def _plan_forward(plan, config, save):
     return y, memory, last, saved
 
 
-def _backward(config, dy, dmemory, dlast, given, saved):
+def backward(config, dy, dmemory, dlast, given, saved):
     """Gradients in the order of Given, from those of y, of the memory and of the last inputs.
 
     saved: what the forward pass kept beyond its inputs: what the heads read, and what the memory's backward needs.
@@ -270,31 +286,29 @@ def _plan_backward(plan, config):
     )
     # With a convolution the gradient of q, k and v stops before it; without, it goes into dp at once.
     dz = plan.empty((B, T, config.channels), x.p.dtype) if config.conv else dp
-    ddecay = None if dlog_decay is None else plan.empty((2, config.heads), x.decay_log.dtype)
-    parts = None if ddecay is None else plan.empty((rows, 2, config.heads), torch.float32)
+    dlog, dbias = (None if dlog_decay is None else plan.empty(w.shape, w.dtype) for w in (x.decay_log, x.decay_bias))
+    parts = [None if dlog is None else plan.empty((rows, config.heads), torch.float32) for _ in range(2)]
     plan.launch(
         mixer_tiles.prepare_backward, how.grid(how.heads()),
-        (x.p, x.conv, x.before, x.decay_log, x.decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, parts),
+        (x.p, x.conv, x.before, x.decay_log, x.decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, *parts),
         (*numbers, dz.shape[2]), how.tile(), num_warps=4)  # fmt: skip
-    dbefore = dconv = dlog = dbias = None
+    dbefore = dconv = None
     if config.conv:
         dbefore, dconv = convolution.plan_backward(plan, dz, dlast, x.p, x.conv, x.before, dp)
-    if ddecay is not None:
-        convolution.sum_rows(plan, parts, ddecay)
-        dlog, dbias = (
-            plan.compute(lambda d, i=i: d[i], (ddecay,), (config.heads,), x.decay_log.dtype) for i in range(2)
-        )
+    if dlog is not None:
+        convolution.sum_rows(plan, parts[0], dlog)
+        convolution.sum_rows(plan, parts[1], dbias)
     grads = Given(dp, dconv, dlog, dbias, dnorm, dstate, dbefore)
     plan.results = [None if g is None or a is None else g.place for g, a in zip(grads, x, strict=True)]
     return plan
 
 
 class Mix(torch.autograd.Function):
-    """`_forward` with its gradient: (y, memory, last inputs of the convolution or None)."""
+    """`forward` with its gradient: (y, memory, last inputs of the convolution or None)."""
 
     @staticmethod
     def forward(ctx, config, *given):
-        y, memory, last, *saved = _forward(config, Given(*given), save=True)
+        y, memory, last, *saved = forward(config, Given(*given), save=True)
         ctx.config = config
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, *saved)
@@ -308,7 +322,7 @@ class Mix(torch.autograd.Function):
             return None, *_differentiable(ctx.config, given, (dy, dmemory, dlast))
         if dy is None:
             dy = given.p.new_zeros((*given.p.shape[:2], ctx.config.heads * ctx.config.value_width))
-        return None, *_backward(ctx.config, dy, dmemory, dlast, given, saved)
+        return None, *backward(ctx.config, dy, dmemory, dlast, given, saved)
 
 
 def _differentiable(config, given, ups):

@@ -118,14 +118,15 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
 
 
 @triton.jit
-def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, parts, T, stride,
+def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, log_parts,
+                     bias_parts, T, stride,
                      batch_stride, dz_stride, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
                      BT: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, AT_BETA: tl.constexpr,
                      AT_DECAY: tl.constexpr, BETA_MAX: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
                      EPS: tl.constexpr):  # fmt: skip
     """The gradient of what was convolved, dz, and those of the rates' columns, in dp (the projection's columns).
 
-    parts (B, blocks of tokens, 2, H): sums over tokens of the gradients of decay_log and decay_bias.
+    log_parts, bias_parts (B, blocks of tokens, H): sums over tokens of the gradients of decay_log and decay_bias.
 
         dq, dk, dv, dbeta, dlog_decay: gradients of what `prepare` wrote, None where it wrote nothing
         dz          (B, T, N), written: the gradient of the convolution's output, or dp itself without one
@@ -178,9 +179,9 @@ def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta
             # log a = -exp(decay_log) softplus(raw): the slope in raw is a sigmoid, that in decay_log is log a itself.
             of_raw = grad * tl.sigmoid(raw)
             tl.store(target + AT_DECAY, of_raw.to(dp.dtype.element_ty), mask=real)
-            spot = parts + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * H + h
-            tl.store(spot, tl.sum(grad * _softplus(raw), 0), mask=h < H)
-            tl.store(spot + H, tl.sum(of_raw, 0), mask=h < H)
+            block = (b * tl.num_programs(0) + tl.program_id(0)) * H
+            tl.store(log_parts + block + h, tl.sum(grad * _softplus(raw), 0), mask=h < H)
+            tl.store(bias_parts + block + h, tl.sum(of_raw, 0), mask=h < H)
 
 
 @triton.jit
