@@ -281,7 +281,8 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
 
     memory, _, before = (None, None, None) if state is None else state
     names = ("conv", "decay_log", "decay_bias", "out_norm")
-    given = mixer.Given(p, *(getattr(layer, name, None) for name in names), memory, before)
+    conv, decay_log, decay_bias, out_norm = (getattr(layer, name, None) for name in names)
+    given = mixer.Given(p, conv, decay_log, decay_bias, out_norm, memory, before)
     return mixer.mix(config, given) if mixer.takes(config, given) else None
 
 

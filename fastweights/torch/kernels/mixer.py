@@ -50,7 +50,6 @@ class Given(NamedTuple):
     before: Any
 
 
-@cache
 def suits(config: AttentionConfig) -> bool:
     """Whether layers of this config are computed here; the others run in plain operators around the memory's kernels.
 
@@ -62,21 +61,18 @@ def suits(config: AttentionConfig) -> bool:
     maps = maps and (config.phi.kind != "dpfp" or (config.feature_width <= WIDEST and config.key_width <= dpfp.WIDEST))
     rates = config.beta in (None, True, False) and config.decay in (None, "learned")
     fits = max(config.key_width, config.value_width) <= 256 and config.heads <= 1024 and config.conv <= BT
-    return (
-        simple
-        and maps
-        and config.norm != "nlms"
-        and rates
-        and fits
-        and config.rule in ("delta", "sum")
-        and config.text is not None
-    )
+    named = config.text is not None and config.rule in ("delta", "sum") and config.norm != "nlms"
+    return simple and maps and rates and fits and named
+
+
+_suits = cache(suits)
 
 
 def takes(config: AttentionConfig, given: Given) -> bool:
     """Whether `mix` computes this call; a single token without gradients has a launch of its own instead."""
     p = given.p
-    if not suits(config) or p.dtype not in blocks.ON_CHIP or not p.numel():
+    suitable = suits(config) if torch.compiler.is_compiling() else _suits(config)  # compilers warn of caches
+    if not suitable or p.dtype not in blocks.ON_CHIP or not p.numel():
         return False
     if any(x is not None and (type(x) not in PLAIN or x.device != p.device) for x in given):
         return False
