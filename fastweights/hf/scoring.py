@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -196,15 +197,16 @@ def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, 
     rule = "sgd" if how.statistics is None else "rms"
     cache = NeuralCache(WINDOW) if mode == "dynamic+cache" else None
     with DynamicEvaluation(model, rule=rule, lr=how.lr, eps=EPS, segment=how.stride, context=how.window - how.stride,
-                           parameters=how.parameters, statistics=how.statistics, clip=CLIP, call=call_body,
+                           parameters=how.parameters, statistics=how.statistics, clip=CLIP,
+                           call=partial(call_body, keep=how.stride),
                            cache=cache) as dynamic:  # fmt: skip
         held = sum(p.numel() * p.element_size() for p in dynamic.named.values())
         return dynamic.run(row).losses[0], held
 
 
-def call_body(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+def call_body(model: Any, tokens: Tensor, state: Any, keep: int = 0) -> tuple[Tensor, Any]:
     """Logits of a model without its cache, as `DynamicEvaluation` calls it."""
-    return model(tokens, use_cache=False).logits, None
+    return model(tokens, use_cache=False, logits_to_keep=keep).logits, None
 
 
 def gradient_statistics(model: Any, tokenizer: Any, data: str, window: int) -> GradientStatistics:

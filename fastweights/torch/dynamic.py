@@ -161,7 +161,8 @@ class DynamicEvaluation:
         parameters: which adapt: name patterns such as `"*.mlp.*"`; all that require gradients when `"*"`.
         statistics: `GradientStatistics.collect(model, batches)` on training data.
         clip: largest norm of a segment's gradient.
-        call: how to call an unusual model: (model, tokens, state) -> (logits, state).
+        call: how to call an unusual model: (model, tokens, state) -> (logits, state); logits of the last `segment`
+            tokens are enough.
         cache: a `NeuralCache` that reads along: losses are then those of its mixture, and the weights learn from the
             model's own.
         features: with a cache, the module whose output are the features that it looks up, such as the last norm; the
@@ -271,7 +272,7 @@ class DynamicEvaluation:
             with watch as seen:
                 logits, state = self.call(self.model, tokens[:, first:b], state)
             state = map_tensors(Tensor.detach, state) if self.carry else None
-            loss = token_losses(logits[:, a - first :], tokens[:, a + 1 : b + 1])
+            loss = token_losses(logits[:, logits.shape[1] - (b - a) :], tokens[:, a + 1 : b + 1])
             losses.append(self._mixed(seen, tokens[:, a + 1 : b + 1], loss.detach()))
             self._learn(loss.mean())
         return DynamicResult(torch.cat(losses, 1), time.perf_counter() - start)
