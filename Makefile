@@ -4,6 +4,12 @@
 # make demo    train, evaluate and generate on this machine, in minutes
 # make docs    build the documentation: site/index.html, which opens from disk
 # make release build sdist and wheel in dist/, check them, and try the wheel in an empty environment
+# make fuzz    100,000 mutated files through every loader
+# make properties  10,000 random calls of three frameworks against the oracle
+# make kill    kill a run twenty times and resume it; make elastic  lose a worker of torchrun; make hang  stop one
+# make soak    10 million tokens through a model that learns; make steps  as many steps of the recurrence in float32
+# make oldest  install the oldest dependencies that are allowed, and run the tests of the library with them
+# make audit   ask for known weaknesses of the versions in constraints.txt
 # make clean   remove the environment and caches
 
 PYTHON ?= python3
@@ -12,7 +18,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt# the versions that are tested; /dev/null takes the newest there are
 EXTRA ?= torch# of the wheel that `make release` tries
 
-.PHONY: test browser check bench format clean demo docs release
+.PHONY: test browser check bench format clean demo docs release fuzz properties kill elastic hang soak steps oldest audit
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
@@ -74,3 +80,24 @@ $(VENV)/.demo: pyproject.toml $(CONSTRAINTS)
 demo: $(VENV)/.demo
 	rm -rf runs/demo
 	$(BIN)/fastweights demo runs/demo
+
+fuzz properties kill elastic soak steps: $(VENV)/.installed
+	cd tests && PYTHONPATH=.. OMP_NUM_THREADS=1 ../$(BIN)/python -m reliability.$@
+
+hang: $(VENV)/.installed
+	cd tests && PYTHONPATH=.. OMP_NUM_THREADS=1 ../$(BIN)/python -m reliability.kill --hang
+
+OLDEST := tests/test_torch.py tests/test_features.py tests/test_layers.py tests/test_jax.py tests/test_fwl.py \
+	tests/test_sequential.py tests/test_lm_model.py tests/test_damage.py
+
+oldest:
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/pip install --quiet uv
+	VIRTUAL_ENV=build/oldest build/oldest/bin/uv pip install --quiet --resolution lowest-direct \
+		--index-strategy unsafe-best-match ".[torch,jax,keras,lm]" "pytest>=8" "hypothesis>=6"
+	build/oldest/bin/python -m pytest -q $(OLDEST)
+
+audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet pip-audit
+	build/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip

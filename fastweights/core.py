@@ -296,7 +296,7 @@ def _decay_of_channels(x, offset, xp):
         return (m * to_reader) @ xp.swapaxes(x.k * to_boundary, -1, -2), _pairs(x, xp, halves)
 
     def products(m, last, seen):
-        own = xp.sum(m * x.k, -1)[..., None] if last == 0 else zero  # a write that has not decayed
+        own = xp.sum(m * x.k, -1)[..., None] if last == 0 else xp.zeros_like(m[..., :1])  # a write not yet decayed
         P = xp.where(_pairs(x, xp, lambda i, j: i == j), own, zero)
         size = 1
         while size < x.k.shape[-2]:

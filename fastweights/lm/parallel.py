@@ -133,18 +133,19 @@ def restarted() -> bool:
 
 
 @contextmanager
-def said_when_others_are_lost(run: Path, ranks: Ranks) -> Iterator[None]:
+def said_when_others_are_lost(run: Path, parallel: str, minutes: float) -> Iterator[None]:
     """Say in a line what it means that another process has died or hangs: torch has no error class for it."""
     try:
         yield
     except RuntimeError as error:
         lost = re.search(r"gloo|nccl|connection|timed? ?out|peer|socket|store", str(error), re.I)
-        if ranks.parallel == "none" or not lost:
+        if parallel == "none" or not lost:
             raise
+        rank, world = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
         raise FastWeightError(
-            f"process {ranks.rank} of {ranks.world} lost the others ({str(error).splitlines()[0][:200]}); expected all "
-            f"to answer within {ranks.minutes:g} minutes. The last checkpoint of {run} is intact: start the processes "
-            "again with --resume, or let torchrun do so (--max-restarts)"
+            f"process {rank} of {world} lost the others ({str(error).splitlines()[0][:200]}); expected all to answer "
+            f"within {minutes:g} minutes. The last checkpoint of {run} is intact: start the processes again with "
+            "--resume, or let torchrun do so (--max-restarts)"
         ) from error
 
 

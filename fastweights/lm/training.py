@@ -76,31 +76,31 @@ def train(
     run = Path(run)
     config, encoded = _claim(run, config, resume)
     resume = encoded is not None and checkpoints.exists(run)  # killed before its first, it starts again
-    ranks = Ranks.start(config.parallel, pick_device(config.device), config.patience)
-    for turn in (ranks.first, not ranks.first):  # the first makes what the others read
-        if turn:
-            corpus = _corpus(config, encoded, cache)
+    with said_when_others_are_lost(run, config.parallel, config.patience):
+        ranks = Ranks.start(config.parallel, pick_device(config.device), config.patience)
+        for turn in (ranks.first, not ranks.first):  # the first makes what the others read
+            if turn:
+                corpus = _corpus(config, encoded, cache)
+            ranks.wait()
+        torch.manual_seed(config.seed)
+        model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
+        if config.start:
+            run_folder.start_from(model, Path(config.start), weights=not resume)
+        if ranks.first:
+            _write_folder(run, config, corpus, model, resume)
         ranks.wait()
-    torch.manual_seed(config.seed)
-    model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
-    if config.start:
-        run_folder.start_from(model, Path(config.start), weights=not resume)
-    if ranks.first and not resume:
-        run_folder.write_config(
-            run,
-            config,
-            model.vocab,
-            corpus=str(corpus.folder),
-            tokenizer=corpus.tokenizer.name,
-            parameters=sum(p.numel() for p in model.parameters()),
-        )
-    if ranks.first:
-        corpus.tokenizer.save(run)
-    ranks.wait()
-    with said_when_others_are_lost(run, ranks):
         Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
         ranks.end()
     return run
+
+
+def _write_folder(run: Path, config: Config, corpus: Corpus, model: LanguageModel, resume: bool) -> None:
+    """The files of a run that training does not change; the configuration stays as it was when the run is resumed."""
+    if not resume:
+        size = sum(p.numel() for p in model.parameters())
+        about = dict(corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name, parameters=size)
+        run_folder.write_config(run, config, model.vocab, **about)
+    corpus.tokenizer.save(run)
 
 
 def configured(preset: str, changes: dict[str, Any]) -> Config:

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -56,6 +57,8 @@ def start(config, run, rank, world, port):
     except FastWeightError as error:
         print(f"Error: {error}", file=sys.stderr, flush=True)
         code = 2
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -117,7 +120,7 @@ def interrupt(config, run, rng):
     os.waitpid(victim, 0)
     others = [p for p in processes if p != victim]
     codes = end_all(others, 60)
-    assert all(code in (0, 2) for code in codes), codes  # said, rather than killed for hanging
+    assert all(code in (0, 2) for code in codes), (codes, logs(run.parent))  # said, rather than killed for hanging
     return "writing" if at_write else "anywhere"
 
 
