@@ -42,7 +42,7 @@ class Size(NamedTuple):
 LAYERS = ("linear_attention", "full_attention")
 SIZES = {
     "tiny": Size(64, 4, 16, 2 * LAYERS, tokens=128, new=16),
-    "layer": Size(1024, 16, 128, LAYERS[:1], tokens=2048, new=16),
+    "layer": Size(1024, 16, 128, LAYERS, tokens=2048, new=16),
 }
 SMOKE = {"tiny": Size(32, 2, 8, LAYERS, tokens=20, new=2)}
 
