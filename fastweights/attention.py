@@ -90,11 +90,13 @@ def between_projections(config, ops, layer, p, state, *, cu_seqlens=None, mask=N
     if config.decay is not None:
         log_decay, step = _log_decay(config, ops, layer, parts.get("decay"), q)
         beta = step if config.beta == "step" else beta
-    if config.erase:
+    if config.erase in (True, "removal"):
         share = nn.sigmoid(xp.reshape(parts["erase"], (B, W, heads, config.feature_width)))
-        write = lambda k, v: (k, v, dict(erase=share * k))  # noqa: E731
+        write = lambda q, k, v: (q, k, v, dict(erase=share * k))  # noqa: E731
     if config.erase == "removal":
-        write = lambda k, v: removal(ops, layer, k, v, share, log_decay)  # noqa: E731
+        write = lambda q, k, v: (q, *removal(ops, layer, k, v, share, log_decay))  # noqa: E731
+    if config.erase == "feedback":
+        write = lambda q, k, v: feedback(ops, layer, q, k, v, log_decay)  # noqa: E731
     how = dict(log_decay=log_decay, cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
     if config.writes > 1:
         how["writes"] = config.writes
@@ -141,7 +143,8 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
         memory, z: of the state, or None.
         projection: FAVOR+'s directions or None.
         how: the other arguments of `fast_weight`, log_decay among them.
-        write: write(k, v) is what is really written for mapped keys and values: (k, v, further arguments).
+        write: write(q, k, v) is what is really read and written for mapped queries and keys: (q, k, v, further
+            arguments).
 
     Returns:
         o (B, T, H, V), the memory after the last token, and z after it (None without attention norm).
@@ -159,7 +162,7 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
         rate = 1.0 / (xp.sum(ops.wide(k) * ops.wide(k), -1) + EPS)
         beta = rate if beta is None else beta * rate
     if write is not None:
-        k, v, more = write(k, v)
+        q, k, v, more = write(q, k, v)
         how = how | more
     if not attention:
         o, memory = ops.fast_weight(q, k, v, beta=beta, rule=config.rule, state=memory, **how)
@@ -211,6 +214,28 @@ def removal(ops, layer, k, v, rate, log_decay):
 
     k, v, erase = (in_turn(*pair) for pair in pairs)
     return k, v, dict(erase=erase, writes=2)
+
+
+def feedback(ops, layer, q, k, v, log_decay):
+    """Comba's closed loop: a share p = sigmoid(feedback_share) k of the key reads what is corrected, and the query
+    looks past it.
+
+        S_t = a S_{t-1} + b k (v - S_{t-1}^T p)^T,     o = S_t^T (q - feedback_query p)
+
+    p reads the memory as it was before the decay; our erase key reads after it, so it is p / a.
+
+    Args:
+        layer: has feedback_share and feedback_query, (H, 1) each.
+        q, k, v: mapped queries and keys (B, T, H, K') and values (B, T, H, V).
+        log_decay: (B, T, H) log a, or None.
+
+    Returns:
+        (q, k, v, further arguments of `fast_weight`).
+    """
+    p = ops.nn.sigmoid(layer.feedback_share) * ops.wide(k)
+    erase = p if log_decay is None else p * ops.xp.exp(-ops.wide(log_decay))[..., None]
+    q = ops.cast(ops.wide(q) - layer.feedback_query * p, q)
+    return q, k, v, dict(erase=ops.cast(erase, k))
 
 
 def convolve(ops, weight, x, state, cu_seqlens, mask):

@@ -51,6 +51,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gated-deltanet-2": dict(
         rule="delta", features="silu", norm="l2", conv=4, decay="channel", erase=True, beta="value", gate=True
     ),
+    # Gated DeltaNet whose correction reads by a share of the key, before the decay (Hu 2025)
+    "comba": dict(rule="delta", features="silu", norm="l2", conv=4, decay="learned", erase="feedback", gate=True),
     # A removal before every write, a decay per channel that is never below 0.54 (Peng 2025)
     "rwkv-7": dict(
         rule="delta",
@@ -81,7 +83,7 @@ LEARNED = ("learned", "channel", "gla", "rwkv-7")
 CHANNELS = ("channel", "gla", "rwkv-7")
 BETAS = (None, True, False, "value", "step")
 GATES = (True, False, "sigmoid")
-ERASES = (True, False, "removal")
+ERASES = (True, False, "removal", "feedback")
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,11 @@ class AttentionConfig:
         if self.erase and not RULES[self.rule].erases:
             raise FastWeightError(
                 f"erase is {self.erase!r} with rule={self.rule!r}; expected False: it corrects nothing"
+            )
+        if self.erase == "feedback" and (self.decay in CHANNELS or self.writes > 1):
+            raise FastWeightError(
+                f"erase is 'feedback' with decay={self.decay!r} and writes={self.writes}; expected one decay per head "
+                "and writes=1: the feedback reads the memory before its token's decay"
             )
         if self.erase == "removal" and (self.decay != "rwkv-7" or self.writes > 1 or self.beta is not False):
             raise FastWeightError(
@@ -288,7 +295,7 @@ class AttentionConfig:
             widths["beta"] = self.writes * self.heads
         if self.beta == "value":
             widths["beta"] = self.writes * self.heads * self.value_width
-        if self.erase:
+        if self.erase in (True, "removal"):
             widths["erase"] = self.writes * self.heads * self.feature_width
         if self.decay in LEARNED:
             widths["decay"] = self.rank if self.decay in CHANNELS else self.heads
@@ -323,6 +330,8 @@ class AttentionConfig:
             shapes["decay_log"] = (self.heads,)
         if self.erase == "removal":
             shapes |= dict.fromkeys(("removal_key", "removal_mix"), (self.heads, self.feature_width))
+        if self.erase == "feedback":
+            shapes |= dict.fromkeys(("feedback_share", "feedback_query"), (self.heads, 1))
         if self.out_norm:
             shapes["out_norm"] = (self.value_width,)
         return shapes | dict(out_proj=(self.heads * self.value_width, self.dim))
@@ -346,7 +355,7 @@ class AttentionConfig:
             xp: the namespace of the framework's arrays.
         """
         shape = self.shapes[name]
-        if name in ("out_norm", "removal_mix"):
+        if name in ("out_norm", "removal_mix", "feedback_share", "feedback_query"):
             return xp.ones(shape)
         if name == "removal_key":
             return 0.85 * xp.ones(shape)

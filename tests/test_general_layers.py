@@ -54,6 +54,16 @@ def _(S, p, t):
     return (torch.eye(K) - outer(k, b * k)) @ (kda_decay(p, t) * S) + outer(k, w * p["v"][t])
 
 
+@equation("comba")
+def _(S, p, t):
+    """Hu 2025: S = (a - b k p^T) S + b k v^T, p a share of k; the query is q - d p."""
+    k, b = p["k"][t], sigmoid(p["beta"][t])[:, None, None]
+    a = torch.exp(-p["decay_log"].exp() * softplus(p["decay"][t] + p["decay_bias"]))[:, None, None]
+    share = sigmoid(p["feedback_share"]) * k
+    p["q"] = torch.cat([p["q"][:t], (p["q"][t] - p["feedback_query"] * share)[None], p["q"][t + 1 :]])
+    return (a * torch.eye(K) - b * outer(k, share)) @ S + b * outer(k, p["v"][t])
+
+
 @equation("rwkv-7")
 def _(S, p, t):
     """Peng 2025, transposed: S = Diag(w) S - (a * c) (c^T S) + k' v^T with c = k xi / |k xi|."""
@@ -169,6 +179,7 @@ def test_streams_packs_and_pads(name):
         (dict(beta="rate"), "beta is 'rate'; expected None, True, False, 'value', 'step'"),
         (dict(gate="tanh"), "gate is 'tanh'; expected True, False, 'sigmoid'"),
         (dict(erase="removal"), "erase is 'removal' with decay=None"),
+        (dict(erase="feedback", writes=2), "erase is 'feedback' with decay=None and writes=2; expected one decay"),
     ],
 )
 def test_errors(arguments, message):

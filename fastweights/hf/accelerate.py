@@ -129,12 +129,15 @@ def gated_delta_rule(
     """
     wide = accumulation_dtype(value.dtype)
     q, k = query.to(wide), key.to(wide)
-    if use_qk_l2norm_in_kernel:
-        if q.shape[1] == 1:  # a step of generation: few operations count
-            q, k = hand_gradients.unit(torch.stack((q, k)), NORM_EPS).unbind()
-        else:
-            q, k = hand_gradients.unit(q, NORM_EPS), hand_gradients.unit(k, NORM_EPS)
-    q, k = (q * q.shape[-1] ** -0.5).to(value.dtype), k.to(value.dtype)
+    scale = q.shape[-1] ** -0.5
+    if not use_qk_l2norm_in_kernel:
+        q = q * scale
+    elif q.shape[1] == 1 and q.shape == k.shape:  # a step of generation: few operations count
+        q, k = hand_gradients.unit(torch.stack((q, k)), NORM_EPS).unbind()
+        q = q * scale
+    else:
+        q, k = hand_gradients.unit(q, NORM_EPS, scale), hand_gradients.unit(k, NORM_EPS)
+    q, k = q.to(value.dtype), k.to(value.dtype)
     if q.shape[2] != value.shape[2]:
         q, k = (x.repeat_interleave(value.shape[2] // x.shape[2], 2) for x in (q, k))
     state = None if initial_state is None else initial_state.to(wide)

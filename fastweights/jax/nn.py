@@ -65,7 +65,8 @@ class FastWeightAttention(nn.Module):
         decay_rank: width of the vector from which a token's decays per channel are projected; the key width when
             absent, or 16 for "gla".
         erase: True learns, per key channel, how much of the key reads what is corrected (Gated DeltaNet-2); "removal"
-            adds a write of its own that takes away what a removal key retrieves (RWKV-7).
+            adds a write of its own that takes away what a removal key retrieves (RWKV-7); "feedback" lets a learned
+            share of the key, one per head, read it before the decay, and takes that share from the query (Comba).
         conv: width of a causal convolution over q, k and v before the feature map; 0 for none.
         gate: multiply the output by SiLU of a projection of the input; "sigmoid", by that instead.
         out_norm: RMS norm over each head's output.

@@ -32,41 +32,41 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class Unit(torch.autograd.Function):
-    """x / sqrt(sum x^2 + eps) over the last axis, and 1 / sqrt(...), which the backward pass needs.
+    """y = scale x / sqrt(sum x^2 + eps) over the last axis, and scale / sqrt(...), which the backward pass needs.
 
-    With y the result, the gradient is (dy - y (dy . y)) / sqrt(sum x^2 + eps): two passes over memory instead of seven.
+    The gradient is (dy - y (dy . y) / scale^2) scale / sqrt(sum x^2 + eps): two passes over memory instead of seven.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, eps):
+    def forward(x, eps, scale):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = torch.rsqrt(length * length + eps)
+        inverse = torch.rsqrt(length * length + eps) * scale
         return x * inverse, inverse
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(inputs[0], *output)
-        ctx.eps = inputs[1]
+        ctx.eps, ctx.scale = inputs[1:]
 
     @staticmethod
     def backward(ctx, dy, _):
         x, y, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative: `inverse` as a function of x
-            inverse = torch.rsqrt((x * x).sum(-1, keepdim=True) + ctx.eps)
+            inverse = torch.rsqrt((x * x).sum(-1, keepdim=True) + ctx.eps) * ctx.scale
             y = x * inverse
         along = (dy * y).sum(-1, keepdim=True)
-        return torch.addcmul(dy, y, along, value=-1) * inverse, None
+        return torch.addcmul(dy, y, along, value=-(ctx.scale**-2)) * inverse, None, None
 
 
-def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(sum x^2 + eps) over the last axis."""
+def unit(x: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
+    """scale x / sqrt(sum x^2 + eps) over the last axis."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
-        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+        return x * (torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) * scale)
     learning = (x.requires_grad and torch.is_grad_enabled()) or is_watched()
-    return Unit.apply(x, eps)[0] if learning else Unit.forward(x, eps)[0]
+    return Unit.apply(x, eps, scale)[0] if learning else Unit.forward(x, eps, scale)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
