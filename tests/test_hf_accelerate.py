@@ -14,7 +14,7 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 
 from fastweights import FastWeightError
 from fastweights.bench import hf as bench_hf
-from fastweights.cli import bench
+from fastweights.cli import bench_models
 from fastweights.hf import accelerate
 from fastweights.hf.accelerate import convolution, gated_delta_rule
 
@@ -119,17 +119,17 @@ def test_convolutions_of_packed_rows_do_not_leak_either():
 def test_bench_times_what_agrees(capsys, tmp_path, monkeypatch):
     """Both sides of a family, or nothing where they differ."""
     path = tmp_path / "numbers.json"
-    bench.hf(family=["kimi-linear"], smoke=True, json=path)
+    bench_models.hf(family=["kimi-linear"], smoke=True, json=path)
     (found, *_) = json.loads(path.read_text())["hf"]["milliseconds"]
     assert (found["family"], found["part"]) == ("kimi-linear", "rule")
     assert found["forward"]["theirs"] > 0
     assert "tokens/s" in capsys.readouterr().out
     monkeypatch.setattr(bench_hf, "gated_delta_rule", lambda *a, **how: [1.1 * gated_delta_rule(*a, **how)[0]])
     with pytest.raises(typer.Exit):
-        bench.hf(family=["kimi-linear"], smoke=True, json=path)
+        bench_models.hf(family=["kimi-linear"], smoke=True, json=path)
     assert "outputs of kimi-linear, rule differ by" in capsys.readouterr().err
     with pytest.raises(FastWeightError, match="--family is 'llama'; expected one of qwen3-next"):
-        bench.hf(family=["llama"], smoke=True, json=path)
+        bench_models.hf(family=["llama"], smoke=True, json=path)
 
 
 def test_what_it_refuses():

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.cli import bench, demo, huggingface, info, language_model, microscope, reproduce
+from fastweights.cli import bench, bench_models, demo, huggingface, info, language_model, microscope, reproduce
 from fastweights.core import FastWeightError, FastWeightWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -34,10 +34,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench layers": bench.layers,
     "bench host": bench.host,
     "bench fwl": bench.fwl,
-    "bench lm": bench.lm,
-    "bench train": bench.train,
-    "bench decode": bench.decode,
-    "bench hf": bench.hf,
+    "bench lm": bench_models.lm,
+    "bench train": bench_models.train,
+    "bench decode": bench_models.decode,
+    "bench hf": bench_models.hf,
     "bench lab": bench.lab,
     "info": info.info,
 }

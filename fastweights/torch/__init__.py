@@ -20,7 +20,8 @@ from fastweights.torch.attributions import Attribution, attribution
 from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.feature_cache import FeatureCache, FeatureCacheState
-from fastweights.torch.fwl import FWLBlock, make_labels
+from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.labels import make_labels
 from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.torch.ops import fast_weight, feature_map
 from fastweights.torch.probes import LayerRecord, MemoryRecord, Probe, probe

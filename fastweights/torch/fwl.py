@@ -22,6 +22,7 @@ from fastweights.torch.tracing import is_watched
 class FWLBlock(LazyModuleMixin, nn.Module):
     """A Fast Weight Layer (Clark et al. 2022): an output block that learns from the document it reads.
 
+        >>> from fastweights.torch import make_labels
         >>> block = FWLBlock(16, vocab_size=50)
         >>> tokens = torch.randint(50, (2, 12))
         >>> labels, weights = make_labels(tokens)
@@ -166,6 +167,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
 
         Examples:
+            >>> from fastweights.torch import make_labels
             >>> block = FWLBlock(8, vocab_size=20, inputs=8, normalizer=16.0)
             >>> tokens, x = torch.randint(20, (1, 6)), torch.randn(1, 6, 8)
             >>> out = block.run(x, *make_labels(tokens))
@@ -207,6 +209,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             cu_seqlens: (N + 1,) offsets of N documents packed into one row.
 
         Examples:
+            >>> from fastweights.torch import make_labels
             >>> block = FWLBlock(8, vocab_size=20, inputs=8)
             >>> labels, weights = make_labels(torch.randint(20, (2, 6)))
             >>> block.loss(torch.randn(2, 6, 8), labels, weights).backward()
@@ -377,31 +380,3 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
     def extra_repr(self) -> str:
         return self.config.words
-
-
-def make_labels(
-    tokens: Tensor, pad_id: int | None = None, *, cu_seqlens: Tensor | None = None, dtype: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Next-token labels (B, T) and weights (B, T) for tokens (B, T): what `FWLBlock` learns from.
-
-        >>> labels, weights = make_labels(torch.tensor([[5, 6, 7, 0]]), pad_id=0)
-        >>> labels.tolist(), weights.tolist()
-        ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
-
-    Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
-
-    Args:
-        tokens: (B, T) whole numbers.
-        pad_id: the token that stands for padding, if there is one.
-        cu_seqlens: (N + 1,) offsets of N documents packed into one row.
-        dtype: of the weights.
-    """
-    labels = torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1)
-    weights = torch.ones(tokens.shape, dtype=dtype or torch.get_default_dtype(), device=tokens.device)
-    weights[:, -1:] = 0
-    if pad_id is not None:
-        weights = weights * (tokens != pad_id) * (labels != pad_id)
-    if cu_seqlens is not None:
-        ends = cu_seqlens[1:].long() - 1
-        weights[:, ends[ends >= 0]] = 0
-    return labels, weights

@@ -1,0 +1,164 @@
+"""`fastweights bench lm`, `train`, `decode` and `hf`: whole models, as they read, learn and write."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fastweights.cli.bench_options import Device, Inputs, Json, On, Repeats, Smoke, agreeing, dtype_of, start, write
+from fastweights.cli.options import need, say
+from fastweights.core import FastWeightError
+
+
+def lm(
+    device: On = Device.cpu,
+    repeats: Repeats = None,
+    smoke: Smoke = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Picture of time against length; beside the numbers when absent.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Time the language model: on a CPU a training step, and the reading of longer and longer documents; on a GPU
+    training steps of the paper's models.
+
+    The step is timed beside the same model with Hugging Face's delta rule in place of ours, and gated-delta also beside
+    Hugging Face's own model of the same sizes, Qwen3-Next without softmax layers or experts. All start from the same
+    weights, and nothing is reported unless their losses agree.
+
+    For example: `fastweights bench lm --repeats 20`
+    """
+    path = start("bench lm", device, "lm", smoke, json)
+    from fastweights.bench import lm as bench_lm
+    from fastweights.bench import report
+
+    # On a GPU the paper's models are timed as a whole; the comparisons below are for a CPU.
+    if device == Device.cuda:
+        with agreeing(len(bench_lm.PAPER)) as advance:
+            found = {}
+            for preset, vocab in bench_lm.PAPER[:1] if smoke else bench_lm.PAPER:
+                found[preset, vocab] = bench_lm.throughput(preset, vocab, device, repeats or (2 if smoke else 10))
+                advance(preset, 1)
+        bench_lm.show_throughput(found, device, Console())
+        write(path, report.payload(device) | {"training": bench_lm.throughput_payload(found)})
+        return
+    settings, lengths = (bench_lm.SMOKE_TRAIN, bench_lm.SMOKE_LENGTHS) if smoke else (bench_lm.TRAIN, bench_lm.LENGTHS)
+    samples = repeats or (2 if smoke else 10)
+    rounds = min(3, samples)
+    with agreeing(1 + 2 * rounds * len(lengths)) as advance:
+        advance("training", 0)
+        trainings = bench_lm.training(settings, samples)
+        advance("training", 1)
+        readings = bench_lm.reading(lengths, rounds, bench_lm.SMOKE_READ if smoke else {}, advance)
+    bench_lm.show(trainings, readings, Console())
+    picture = picture or path.with_suffix(".png")
+    if bench_lm.plot(readings, picture):
+        say(f"Drawn in {picture}")
+    write(path, report.payload(device) | {"lm": bench_lm.payload(trainings, readings)})
+
+
+def train(
+    size: Annotated[
+        list[str] | None, typer.Option(help='Size to time: "0.9 M", "8 x 512" or "12 x 768"; repeatable.')
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Mixer of every block; repeatable. gated-delta and transformer when absent."),
+    ] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Output layer: linear or fwl; repeatable. Both when absent.")
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=3, help="Words of the vocabulary.")] = 257,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; the size's own when absent.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows per step; the size's own when absent.")] = None,
+    profile: Annotated[bool, typer.Option(help="Print what each part of a step costs.")] = True,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time FLA's DeltaNet too, whose first step tunes itself for minutes.")
+    ] = False,
+    device: On = Device.cpu,
+    repeats: Annotated[int | None, typer.Option(min=3, help="Steps per model; 9 when absent.")] = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time whole training steps: tokens per second, their share of the matrix peak, and what each part costs.
+
+    On a GPU steps are timed eager and compiled, and nothing is reported unless their losses agree.
+
+    For example: `fastweights bench train --device cuda --size "12 x 768"`
+    """
+    path = start("bench train", device, "train", smoke, json)
+    from fastweights.bench import report
+    from fastweights.bench import train as bench_train
+
+    sizes = bench_train.SMOKE if smoke else bench_train.SIZES
+    if unknown := [each for each in size or () if each not in sizes]:
+        raise FastWeightError(f"--size is {unknown[0]!r}; expected one of {', '.join(map(repr, sizes))}")
+    rows = {name: value for name, value in (("length", length), ("batch", batch)) if value}
+    sizes = {name: settings | rows for name, settings in sizes.items() if not size or name in size}
+    asked = bench_train.cases(sizes, model or bench_train.MODELS, head or ("linear", "fwl"), device, peers)
+    with agreeing(len(asked)) as advance:
+        steps = repeats or (3 if smoke else 9)
+        results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance)
+    bench_train.show(results, device, Console())
+    write(path, report.payload(device) | {"train": bench_train.payload(results, vocab)})
+
+
+def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> None:
+    """Count the tokens per second of a model of 16 blocks that writes many texts at once, on a GPU also as a graph.
+
+    A CUDA graph records the launches of one step and replays them without the host. Both ways must write the same
+    tokens.
+
+    For example: `fastweights bench decode --device cuda`
+    """
+    path = start("bench decode", device, "decode", smoke, json)
+    from fastweights.bench import decode as bench_decode
+    from fastweights.bench import report
+
+    config = bench_decode.SMOKE if smoke else bench_decode.FULL
+    batches = bench_decode.BATCHES[:1] if smoke else bench_decode.BATCHES
+    with agreeing(len(batches)) as advance:
+        tokens = 2 if smoke else 100 if device == Device.cuda else 10
+        results = bench_decode.run(config, batches, device, tokens=tokens, advance=advance)
+    bench_decode.show(results, config, device, Console())
+    write(path, report.payload(device) | {"decode": bench_decode.payload(results, config)})
+
+
+def hf(
+    family: Annotated[
+        list[str] | None, typer.Option(help="Family of models to time; repeatable. All that are there when absent.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Size to time: tiny, layer (one of a 0.6 B model), or all.")] = "all",
+    device: On = Device.cpu,
+    dtype: Inputs = None,
+    repeats: Repeats = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time transformers' own hybrid models as they come and after `fastweights.hf.accelerate`.
+
+    The delta rule alone, the layer around it, and a model that reads, trains and generates: forward (prefill),
+    forward+backward (a training step) and tokens per second of decoding. Nothing is reported unless both sides give the
+    same outputs, gradients and tokens.
+
+    For example: `fastweights bench hf --family qwen3-next --size layer`
+    """
+    path = start("bench hf", device, "hf", smoke, json)
+    need("bench hf", "hf", "transformers")
+    import torch
+
+    from fastweights.bench import hf as bench_hf
+    from fastweights.bench import report
+
+    for each in family or ():
+        if each not in bench_hf.FAMILIES:
+            raise FastWeightError(f"--family is {each!r}; expected one of {', '.join(bench_hf.FAMILIES)}")
+    if size not in ("all", *bench_hf.SIZES):
+        raise FastWeightError(f"--size is {size!r}; expected one of {', '.join(bench_hf.SIZES)}, or all")
+    families, kind = family or list(bench_hf.FAMILIES), getattr(torch, dtype_of(dtype, device))
+    sizes = bench_hf.SMOKE if smoke else {n: s for n, s in bench_hf.SIZES.items() if size in ("all", n)}
+    with agreeing(len(families) * len(sizes)) as advance:
+        found = bench_hf.run(families, sizes, device, kind, repeats or (2 if smoke else 10), advance)
+    bench_hf.show(*found, sizes, device, kind, Console())
+    write(path, report.payload(device) | {"hf": bench_hf.payload(*found, sizes, kind)})
