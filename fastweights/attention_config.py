@@ -2,13 +2,13 @@
 
 import json
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
 from fastweights import features
+from fastweights.checks import warn_once
 from fastweights.core import RULES, FastWeightError
 
 # The one vocabulary of `norm`: what is done to the features, and what the layer does beside it.
@@ -394,27 +394,3 @@ def preset_arguments(name, changes=None):
     if full not in PRESETS:
         raise FastWeightError(f"preset is {name!r}; expected one of {', '.join(map(repr, (*PRESETS, *ALIASES)))}")
     return PRESETS[full] | (changes or {})
-
-
-def check_parameters(arrays, shapes):
-    """Raise FastWeightError unless `arrays` are the parameters of a layer, by name, in these shapes."""
-    if set(arrays) != set(shapes):
-        missing, extra = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
-        raise FastWeightError(
-            f"parameters: {', '.join(missing) or 'none'} missing, {', '.join(extra) or 'none'} unknown; expected "
-            f"{', '.join(shapes)}: the names that export_parameters of the same layer gives in every framework"
-        )
-    for name, shape in shapes.items():
-        if tuple(arrays[name].shape) != tuple(shape):
-            raise FastWeightError(f"parameter {name} has shape {tuple(arrays[name].shape)}; expected {tuple(shape)}: "
-                                  "the layer that it came from has other arguments than this one")  # fmt: skip
-
-
-_warned: set[str] = set()
-
-
-def warn_once(message):
-    """Warn with this message the first time in this process: a model of 24 layers says it once."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, UserWarning, stacklevel=6)

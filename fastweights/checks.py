@@ -1,6 +1,7 @@
 """What every framework checks before it computes: shapes, dtypes, offsets and, inside `debug`, values."""
 
 import logging
+import warnings
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
@@ -306,3 +307,27 @@ def check_values(arrays):
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             expected = {"beta": "rates in [0, 2]", "log_decay": "finite logarithms <= 0"}.get(name, "finite numbers")
             raise FastWeightError(f"{name} has {x[at]} at {at}; expected {expected} ({int(bad.sum())} such values)")
+
+
+def check_parameters(arrays, shapes):
+    """Raise FastWeightError unless `arrays` are the parameters of a layer, by name, in these shapes."""
+    if set(arrays) != set(shapes):
+        missing, extra = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
+        raise FastWeightError(
+            f"parameters: {', '.join(missing) or 'none'} missing, {', '.join(extra) or 'none'} unknown; expected "
+            f"{', '.join(shapes)}: the names that export_parameters of the same layer gives in every framework"
+        )
+    for name, shape in shapes.items():
+        if tuple(arrays[name].shape) != tuple(shape):
+            raise FastWeightError(f"parameter {name} has shape {tuple(arrays[name].shape)}; expected {tuple(shape)}: "
+                                  "the layer that it came from has other arguments than this one")  # fmt: skip
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message):
+    """Warn with this message the first time in this process: a model of 24 layers says it once."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, UserWarning, stacklevel=6)

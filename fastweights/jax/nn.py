@@ -20,6 +20,7 @@ from jax import Array
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
 from fastweights.attention_config import AttentionConfig
+from fastweights.checks import check_parameters
 from fastweights.core import FastWeightError
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.framework import OPS
@@ -258,7 +259,7 @@ def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -
         True
     """
     flat = _flat(variables)
-    attention_config.check_parameters(arrays, {name: x.shape for name, (_, x) in flat.items()})
+    check_parameters(arrays, {name: x.shape for name, (_, x) in flat.items()})
     new: dict[str, Any] = {}
     for name, (path, x) in flat.items():
         new[path] = jnp.asarray(np.asarray(arrays[name]), x.dtype)

@@ -17,6 +17,7 @@ from keras import KerasTensor, ops
 
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
+from fastweights.checks import check_parameters
 from fastweights.core import FastWeightError, dtype_name
 from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.keras.framework import OPS, Tensor
@@ -307,7 +308,7 @@ def import_parameters(layer: keras.layers.Layer, arrays: Mapping[str, Any]) -> N
         True
     """
     weights = _weights(layer)
-    attention_config.check_parameters(arrays, {name: tuple(w.shape) for name, w in weights.items()})
+    check_parameters(arrays, {name: tuple(w.shape) for name, w in weights.items()})
     for name, w in weights.items():
         w.assign(np.asarray(arrays[name]))
 

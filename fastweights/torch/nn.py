@@ -10,6 +10,7 @@ from torch.nn import init
 
 from fastweights import attention, attention_config
 from fastweights.attention import AttentionState
+from fastweights.checks import check_parameters
 from fastweights.literals import LayerNorm, Method, Rule
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
@@ -302,7 +303,7 @@ def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
         True
     """
     weights = _weights(module)
-    attention_config.check_parameters(arrays, {name: x.shape for name, x in weights.items()})
+    check_parameters(arrays, {name: x.shape for name, x in weights.items()})
     for name, x in weights.items():
         x.copy_(torch.from_numpy(np.array(arrays[name])))
 
