@@ -31,12 +31,14 @@ def info(
         "gpu": [],
         "auto": {},
         "why": {},
+        "speed": {},
     }
     if find_spec("torch"):
         choices = _choices()
         found["gpu"] = machine.gpus()
         found["auto"] = {call: method for call, (method, _) in choices.items()}
         found["why"] = {call: why for call, (_, why) in choices.items()}
+        found["speed"] = _speed()
     if json:
         print(jsonlib.dumps(found, indent=1))
         return
@@ -46,10 +48,26 @@ def info(
     reasons: dict = found.pop("why")  # type: ignore[assignment]
     for name, value in found.items():
         for part, text in (value if isinstance(value, dict) else {"": value}).items():
-            label = f"{name}: {part}" if name == "auto" else part or name
+            label = f"{name}: {part}" if name in ("auto", "speed") else part or name
             shown = ", ".join(text) or "none" if isinstance(text, list) else str(text or "not installed")
             table.add_row(label, f"{shown}: {reasons[part]}" if name == "auto" else shown)
     Console().print(table)
+
+
+def _speed() -> dict[str, str]:
+    """How training steps and generated tokens run here, and why."""
+    import torch
+
+    from fastweights.models.compiled import decide
+    from fastweights.models.config import Config
+    from fastweights.torch import graphs
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reason = graphs.refuses(torch.empty(1, device=device))
+    return {
+        "train": f"blocks are {decide(Config(), device)}",
+        "generate": "captured (a step is a CUDA graph)" if reason is None else f"eager ({reason})",
+    }
 
 
 def _choices() -> dict[str, tuple[str, str]]:

@@ -20,7 +20,6 @@ from fastweights.models.mixers import Documents, mixer
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy
 from fastweights.torch.fwl import FWLBlock
-from fastweights.torch.hand_gradients import gated_silu
 from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
@@ -75,7 +74,8 @@ class FeedForward(nn.Module):
         x = self.into(x)
         if not self.gated:
             return self.out(F.relu(x))
-        return self.out(gated_silu(x))
+        gate, x = x.chunk(2, -1)
+        return self.out(F.silu(gate) * x)
 
 
 class Block(nn.Module):

@@ -19,6 +19,9 @@ from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
 
+FLEX = False  # compiled softmax attention on a GPU is FlexAttention; not yet measured
+SHORT = 128  # tokens below which a plain mask is small
+
 
 class Documents(NamedTuple):
     """Rows cut where documents start, N documents in all: what keeps one document's memory out of the next.
@@ -174,6 +177,15 @@ class SoftmaxMixer(nn.Module):
         W = self.window if state is not None else 0  # without a state there is nothing to look back at
         q, k, v = self._qkv(x, state)
         at = torch.arange(W + T, device=x.device)
+        if FLEX and torch.compiler.is_compiling() and x.is_cuda and W and documents is not None and T >= SHORT:
+            from fastweights.models import flex
+
+            count = documents.kept(state.held)
+            heads = (y.transpose(1, 2) for y in (rotate(q, at[W:]), rotate(k, at), v))
+            y = flex.attend(*heads, self.window, count, documents.starts)
+            return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(
+                k, v, self._age(count, documents, at[:T])
+            )
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
         seen = ((back >= 0) & (back <= self.window))[None]
         count = at.new_zeros(B) if state is None else state.held if documents is None else documents.kept(state.held)
@@ -182,12 +194,15 @@ class SoftmaxMixer(nn.Module):
         if documents is not None:
             document = documents.starts.long().cumsum(1)
             seen = seen & (F.pad(document, (W, 0))[:, None, :] == document[:, :, None])
-        if documents is None:
-            age = count + T
-        else:
-            since = torch.where(documents.starts, at[:T], -1).amax(1)
-            age = torch.where(since < 0, count + T, T - since)
+        age = self._age(count, documents, at[:T])
         return self._answer(q, k, v, at, W, seen), self._remember(k, v, age)
+
+    def _age(self, count, documents, at):
+        """Tokens (B,) of the document that each row ends in, at most a window of which are there."""
+        if documents is None:
+            return count + len(at)
+        since = torch.where(documents.starts, at, -1).amax(1)
+        return torch.where(since < 0, count + len(at), len(at) - since)
 
     def _attend_last(self, x, state, real):
         """The last `real` (B,) tokens of each row are no padding."""

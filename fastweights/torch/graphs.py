@@ -60,10 +60,11 @@ def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
         _known.move_to_end(key)
         if isinstance(found, str):
             return f(*inputs)
-        for own, given in zip(found.inputs, inputs, strict=True):
-            own.copy_(given)
+        torch._foreach_copy_(list(found.inputs), list(inputs))
         found.graph.replay()
-        return tuple(x.clone() for x in found.outputs)
+        results = [torch.empty_like(x) for x in found.outputs]
+        torch._foreach_copy_(results, list(found.outputs))
+        return tuple(results)
 
 
 def why_not(key: Hashable, inputs: tuple[Tensor, ...]) -> str | None:
@@ -100,6 +101,6 @@ def _capture(f, inputs) -> Graph | str:
                 outputs = f(*own)
         except RuntimeError as error:
             reason = f"capturing failed: {str(error).splitlines()[0]}"
-            warnings.warn(f"a Fast Weight Layer is read without a CUDA graph; {reason}", stacklevel=2)
+            warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
             return reason
     return Graph(graph, own, outputs)

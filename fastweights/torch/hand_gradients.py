@@ -18,7 +18,6 @@ __all__ = [
     "convolve",
     "depthwise",
     "gated_norm",
-    "gated_silu",
     "mix_heads",
     "relu",
     "rms_norm",
@@ -76,38 +75,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     width = x.shape[-1]
     wide = x if x.dtype == torch.float64 else x.float()
     return (unit(wide, width * eps) * (weight.to(wide.dtype) * width**0.5)).to(x.dtype)
-
-
-class GatedSilu(torch.autograd.Function):
-    """silu(a) b for x = [a, b] along the last axis; both gradients are written where they belong."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        a, b = x.chunk(2, -1)
-        return silu(a).mul_(b)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        a, b = x.chunk(2, -1)
-        if torch.is_grad_enabled():  # a second derivative: nothing in place
-            s = sigmoid(a)
-            return torch.cat([dy * b * s * (1 + a * (1 - s)), dy * a * s], -1)
-        dx = torch.empty_like(x)
-        da, db = dx.chunk(2, -1)
-        torch.mul(dy, b, out=da)
-        torch.ops.aten.silu_backward.grad_input(da, a, grad_input=da)
-        torch.ops.aten.silu.out(a, out=db).mul_(dy)
-        return dx
-
-
-def gated_silu(x: torch.Tensor) -> torch.Tensor:
-    """silu(a) b for x = [a, b] along the last axis (SwiGLU)."""
-    if is_watched() or not (x.requires_grad and torch.is_grad_enabled()):
-        a, b = x.chunk(2, -1)
-        return silu(a) * b
-    return GatedSilu.apply(x)
 
 
 class GatedNorm(torch.autograd.Function):

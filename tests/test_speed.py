@@ -1,0 +1,100 @@
+"""What makes models fast changes nothing else: compiled blocks, and a stream of known steps."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from fastweights.lm import training
+from fastweights.lm.decoding import Decoder
+from fastweights.lm.generation import Sampling
+from fastweights.lm.training import train
+from fastweights.models.compiled import compile_blocks, decide
+from fastweights.models.config import Config
+from fastweights.models.language_model import LanguageModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+SMALL = dict(dim=16, heads=2, depth=2, length=16, batch=4, eval_every=8, steps=20)
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """Train on short texts, so that documents start everywhere: the lines of the log."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(12):
+        (texts / f"{i}.txt").write_bytes(b"The %d quick brown foxes.\n" % i * (2 + 3 * i))
+    monkeypatch.setattr(training, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+
+    def call(name, resume=False, **changes):
+        run = train(
+            Config(data=str(texts), **(SMALL | changes)), tmp_path / name, resume=resume, cache=tmp_path / "cache"
+        )
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    return call
+
+
+def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(go):
+    """One graph for both blocks, wherever documents start, through validations, and when the run goes on."""
+    eager = go("eager", head="linear", compile=False)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = go("compiled", head="linear", compile=True)
+    assert dict(torch._dynamo.utils.counters["graph_break"]) == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert [x["loss"] for x in compiled] == pytest.approx([x["loss"] for x in eager], abs=1e-6, rel=0)
+    assert {x["ran"] for x in compiled if "ran" in x} == {"compiled"}
+    assert all(0 < x["share_of_peak"] < 1 for x in compiled if "ran" in x)
+
+
+def test_a_compiled_run_goes_on_exactly(go, monkeypatch):
+    wanted = go("whole", head="linear", compile=True)
+    real = training.Trainer.step
+
+    def killed(self, at, *arguments):
+        if at == 12:
+            raise RuntimeError("killed")
+        return real(self, at, *arguments)
+
+    monkeypatch.setattr(training.Trainer, "step", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        go("killed", head="linear", compile=True)
+    monkeypatch.setattr(training.Trainer, "step", real)
+    assert [x["loss"] for x in go("killed", resume=True)] == [x["loss"] for x in wanted]
+
+
+def test_what_runs_has_a_reason():
+    assert str(decide(Config(compile=False), "cuda")) == "eager (as --no-compile says)"
+    assert decide(Config(compile=True), "cpu").compiled
+    assert not decide(Config(), "cpu").compiled
+    for changes in (dict(layers="lstm,delta"), dict(parallel="fsdp")):
+        assert decide(Config(**changes), "cuda").name == "eager"
+
+
+@pytest.mark.parametrize("changes", [dict(head="linear"), dict(), dict(within="cumulative"), dict(refresh=0)])
+def test_a_decoder_writes_what_the_model_writes_step_by_step(changes):
+    """Past two refreshes of the layer, which the decoder counts and the model looks up."""
+    torch.manual_seed(0)
+    model = LanguageModel(Config(**(SMALL | dict(refresh=4) | changes)), vocab=30).eval()
+    how, noise = Sampling(temperature=1.0), torch.rand(11, 2)
+    decoder = Decoder(model, model.init_state(2), torch.tensor([29, 3]), how.pick)
+    token, state = torch.tensor([29, 3]), model.init_state(2)
+    for u in noise:
+        logits, state = model.step(token, state)
+        token = how.pick(logits, u)
+        assert torch.equal(decoder(u), token)
+
+
+def test_a_token_is_drawn_as_often_as_it_is_likely():
+    logits = torch.tensor([0.5, 0.2, 0.0, 0.3]).log()
+    grid = (torch.arange(1000) + 0.5) / 1000
+    for how, want in (
+        (Sampling(temperature=1.0), [0.5, 0.2, 0.0, 0.3]),
+        (Sampling(temperature=1.0, top_k=2), [0.625, 0.0, 0.0, 0.375]),
+        (Sampling(temperature=1.0, top_p=0.6), [0.625, 0.0, 0.0, 0.375]),
+        (Sampling(temperature=0.0), [1.0, 0.0, 0.0, 0.0]),
+    ):
+        drawn = how.pick(logits.expand(1000, 4), grid)
+        assert (torch.bincount(drawn, minlength=4) / 1000).tolist() == pytest.approx(want, abs=2e-3)
