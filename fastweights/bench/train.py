@@ -132,7 +132,7 @@ def measure(
         profile: also say where the time goes.
     """
     torch.compiler.reset()  # a process may compile one function for few models
-    texts = corpus((repeats + 12) * config.batch * config.length + 1, vocab)
+    texts = corpus((repeats + 20) * config.batch * config.length + 1, vocab)
     trainer = _trainer(config, vocab, device, peer, texts)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     if device == "cuda":
@@ -152,6 +152,9 @@ def measure(
         step()
     wait()
     ready, rounds = time.perf_counter() - started, []
+    for _ in range(min(6, repeats)):  # of what is kept between steps, the last comes to be
+        step()
+    wait()
     for _ in range(3):
         started = time.perf_counter()
         for _ in range(max(1, repeats // 3)):

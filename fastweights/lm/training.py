@@ -180,9 +180,10 @@ class Trainer:
         self.config, self.run, self.corpus, self.model, self.ranks = config, run, corpus, model, ranks
         rows = config.batch * config.accumulate * ranks.world
         self.batches = Batches(corpus.splits["train"], rows, config.length, config.seed, config.context == "carried")
-        self.empty = model.init_state(config.batch)
         self.bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and ranks.device != "cpu")
         self.autocast = torch.autocast(ranks.device.partition(":")[0], torch.bfloat16, enabled=self.bf16)
+        with self.autocast:
+            self.empty = model.init_state(config.batch)
         self.how = decide(config, ranks.device)
         self.ahead = Ahead(self.prepared) if ranks.device.startswith("cuda") else self.prepared
 

@@ -15,11 +15,12 @@ from fastweights.attention import AttentionState
 from fastweights.attention_config import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.torch.devices import copied
+from fastweights.torch.dtypes import autocast_dtype
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
 
-FLEX = False  # compiled softmax attention on a GPU is FlexAttention; not yet measured
+FLEX = False  # compiled softmax attention on a GPU is FlexAttention, which has not run on one yet
 SHORT = 128  # tokens below which a plain mask is small
 
 
@@ -181,11 +182,10 @@ class SoftmaxMixer(nn.Module):
             from fastweights.models import flex
 
             count = documents.kept(state.held)
-            heads = (y.transpose(1, 2) for y in (rotate(q, at[W:]), rotate(k, at), v))
-            y = flex.attend(*heads, self.window, count, documents.starts)
-            return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(
-                k, v, self._age(count, documents, at[:T])
-            )
+            turned, keys, values = (y.transpose(1, 2) for y in (rotate(q, at[W:]), rotate(k, at), v))
+            y = flex.attend(turned, keys, values, self.window, count, documents.starts)
+            age = self._age(count, documents, at[:T])
+            return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(k, v, age)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
         seen = ((back >= 0) & (back <= self.window))[None]
         count = at.new_zeros(B) if state is None else state.held if documents is None else documents.kept(state.held)
@@ -241,9 +241,10 @@ class SoftmaxMixer(nn.Module):
         return SoftmaxState(k, v, age.clamp(max=W))
 
     def init_state(self, batch: int) -> SoftmaxState:
-        """Keys and values of no tokens."""
+        """Keys and values of no tokens, in the dtype that those of tokens will have: autocast's where it is on."""
         like = self.out_proj.weight
-        empty = like.new_zeros(batch, self.window, self.heads, like.shape[0] // self.heads)
+        shape = batch, self.window, self.heads, like.shape[0] // self.heads
+        empty = like.new_zeros(shape, dtype=autocast_dtype(like) or like.dtype)
         return SoftmaxState(empty, empty.clone(), like.new_zeros(batch, dtype=torch.long))
 
 

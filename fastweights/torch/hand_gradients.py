@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.checks import debugging
+from fastweights.torch.dtypes import autocast_dtype
 from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
@@ -260,4 +261,7 @@ def _packed(x, weight, before, cu_seqlens):
 
     if not packed_convolution.takes(x, weight) or len(weight) < 2:
         return None
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.dtype == dtype:
+        weight = weight.to(dtype)  # or all that follows would be float32
     return packed_convolution.convolve(x, weight, before, cu_seqlens)
