@@ -73,8 +73,10 @@ def attach(
     output = find()
     weight = getattr(output, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise FastWeightError(f"the output embedding is a {type(output).__name__}; expected one with a weight (V, D) "
-                              "of real numbers: its gradient is what the head learns from")  # fmt: skip
+        raise FastWeightError(
+            f"the output embedding is a {type(output).__name__}; expected one with a weight (V, D) "
+            "of real numbers: its gradient is what the head learns from"
+        )
     if not isinstance(cache, (bool, NeuralCache)):
         raise FastWeightError(f"cache is a {type(cache).__name__}; expected a NeuralCache, True or False")
     settings = HeadSettings(
@@ -194,8 +196,10 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
     folder = Path(folder)
     about = read_json(folder / CONFIG, "a folder that `fastweights hf adapt` wrote")
     if about.get("kind") != KIND:
-        raise FastWeightError(f"{folder / CONFIG} is {about.get('kind', 'no head')!r}; expected {KIND!r}: a file that "
-                              "`fastweights hf adapt` wrote")  # fmt: skip
+        raise FastWeightError(
+            f"{folder / CONFIG} is {about.get('kind', 'no head')!r}; expected {KIND!r}: a file that "
+            "`fastweights hf adapt` wrote"
+        )
     mine, parts = _identity(model), [about.get(name) for name in ("model", "head", "cache")]
     if not all(isinstance(part, dict) for part in parts[:2]) or not isinstance(parts[2], (dict, type(None))):
         raise FastWeightError(

@@ -43,8 +43,10 @@ def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
         raise FastWeightError(f"third is {third!r}; expected one of {', '.join(map(repr, THIRDS))}")
     names = [n for n, p in model.named_parameters() if p.dim() == 2 and n.removesuffix(".weight").endswith(DOWN)]
     if not names:
-        raise FastWeightError(f"no feed-forward layer of the {type(model).__name__} ends in one of {', '.join(DOWN)}; "
-                              "expected one per block: name the parameters themselves")  # fmt: skip
+        raise FastWeightError(
+            f"no feed-forward layer of the {type(model).__name__} ends in one of {', '.join(DOWN)}; "
+            "expected one per block: name the parameters themselves"
+        )
     n, i = len(names), THIRDS.index(third)
     return tuple(names) if third == "all" else tuple(names[-(-i * n // 3) : -(-(i + 1) * n // 3)])
 
@@ -58,8 +60,10 @@ class FastBody:
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, clip: float):
         if not names:
-            raise FastWeightError("where names nothing; expected at least one matrix: a model of few layers has none "
-                                  "in some of its thirds")  # fmt: skip
+            raise FastWeightError(
+                "where names nothing; expected at least one matrix: a model of few layers has none "
+                "in some of its thirds"
+            )
         self.names, self.step, self.clip = names, step, clip
         self.modules = [self._module(model, name) for name in names]
         self.now: ContextVar[tuple[Tensor, ...] | None] = ContextVar("now", default=None)
@@ -72,9 +76,11 @@ class FastBody:
         module = known.get(name.removesuffix(".weight"))
         weight = getattr(module, "weight", None)
         if module is None or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            raise FastWeightError(f"where names {name!r}, which is no layer with a matrix of real numbers; expected "
-                                  f"one of {', '.join(map(repr, THIRDS))}, or names such as those that "
-                                  "down_projections(model) returns")  # fmt: skip
+            raise FastWeightError(
+                f"where names {name!r}, which is no layer with a matrix of real numbers; expected "
+                f"one of {', '.join(map(repr, THIRDS))}, or names such as those that "
+                "down_projections(model) returns"
+            )
         return module
 
     def init_state(self, batch: int) -> tuple[Tensor, ...]:
@@ -100,8 +106,10 @@ class FastBody:
             return None
         x, S = given[0], learned[i]
         if x.dim() != 3 or len(x) != len(S):
-            raise FastWeightError(f"{self.names[i]} is called with {tuple(x.shape)}; expected ({len(S)}, T, "
-                                  f"{S.shape[1]}), one row per text: leave it out of where")  # fmt: skip
+            raise FastWeightError(
+                f"{self.names[i]} is called with {tuple(x.shape)}; expected ({len(S)}, T, "
+                f"{S.shape[1]}), one row per text: leave it out of where"
+            )
         return out + (x.to(S.dtype) @ S).to(out.dtype)
 
     def learn(

@@ -128,9 +128,11 @@ class FastWeightCache(Rows):
             left -= last.x.shape[1] - kept
             self.state, self.again = last.state, last.first(kept) if kept else None
         if left:
-            raise FastWeightError(f"crop({tokens}) goes {left} tokens further back than was recorded; expected "
-                                  "activate_past_recording() before they were read, or copy.copy of the cache from "
-                                  "before them: a memory itself keeps no record of the past")  # fmt: skip
+            raise FastWeightError(
+                f"crop({tokens}) goes {left} tokens further back than was recorded; expected "
+                "activate_past_recording() before they were read, or copy.copy of the cache from "
+                "before them: a memory itself keeps no record of the past"
+            )
         self.readings = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

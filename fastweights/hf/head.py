@@ -48,8 +48,10 @@ class HeadConfig:
 
     def __post_init__(self):
         if isinstance(self.normalizer, str):
-            raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens: a stream does not "
-                                  "know how many will follow")  # fmt: skip
+            raise FastWeightError(
+                f"normalizer is {self.normalizer!r}; expected a number of tokens: a stream does not "
+                "know how many will follow"
+            )
         self.layer  # noqa: B018 - its checks
 
     @property
@@ -58,10 +60,20 @@ class HeadConfig:
         caller's own.
         """
         return fwl.FWLConfig(
-            self.width, 1, hidden=self.size, normalizer=self.normalizer, step_size=self.step_size, decay=self.decay,
-            rule=self.rule, clip=self.clip, first_order=self.first_order, eps=self.eps, refresh=self.refresh,
-            within=self.within, log_steps=self.log_steps,
-        )  # fmt: skip
+            self.width,
+            1,
+            hidden=self.size,
+            normalizer=self.normalizer,
+            step_size=self.step_size,
+            decay=self.decay,
+            rule=self.rule,
+            clip=self.clip,
+            first_order=self.first_order,
+            eps=self.eps,
+            refresh=self.refresh,
+            within=self.within,
+            log_steps=self.log_steps,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
@@ -117,13 +129,21 @@ class FastHead(nn.Module):
         wide = accumulation_dtype(like)
         zeros = lambda *shape: torch.zeros(batch, *shape, dtype=wide, device=like.device)  # noqa: E731
         pending = torch.zeros(batch, c.width, dtype=like.dtype, device=like.device)
-        return FWLState(zeros(1, c.width + 1, c.size), zeros(1, c.size + 1, c.width), zeros(1, 1, 2 * c.width),
-                        pending, zeros())  # fmt: skip
+        return FWLState(
+            zeros(1, c.width + 1, c.size), zeros(1, c.size + 1, c.width), zeros(1, 1, 2 * c.width), pending, zeros()
+        )
 
     def forward(
-        self, x: Tensor, tokens: Tensor, unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None,
-        state: Any = None, learn: bool = True,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        unembed: Tensor,
+        bias: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        state: Any = None,
+        learn: bool = True,
+    ) -> tuple[Tensor, Any]:
         """Features (B, T, D) in the place of x, and the state after the last token.
 
         Args:
@@ -152,8 +172,16 @@ class FastHead(nn.Module):
         after: list[Any] = [None, None, None]
 
         def memory(i, q):
-            answer, after[i] = fwl.remember(self.config.layer, OPS, q, *written[i], state[i], read="after",
-                                            writes=before.learns > 0, ages=before.learns)  # fmt: skip
+            answer, after[i] = fwl.remember(
+                self.config.layer,
+                OPS,
+                q,
+                *written[i],
+                state[i],
+                read="after",
+                writes=before.learns > 0,
+                ages=before.learns,
+            )
             return answer
 
         features = self._read(u, slow, memory).to(x.dtype)
@@ -175,8 +203,9 @@ class FastHead(nn.Module):
         labels = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
         weights = (labels >= 0).to(state.shares.dtype)
         weights[:, cu[1:][count > 0] - 1] = 0  # what follows the last token of a row is not known yet
-        n, _, state = refresh.read(layer, OPS, p, x, labels.clamp(min=0), weights, state, fresh=False, cu_seqlens=cu,
-                                   score=False)  # fmt: skip
+        n, _, state = refresh.read(
+            layer, OPS, p, x, labels.clamp(min=0), weights, state, fresh=False, cu_seqlens=cu, score=False
+        )
         return torch.zeros_like(u).masked_scatter(there[..., None], n), state
 
     def _aligned(self, u, mask, state):

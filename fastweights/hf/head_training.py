@@ -129,8 +129,10 @@ class HeadTrainer:
         self.model, self.head, self.how, self.at = model, attached(model), how, 0
         self.rows = [pieces(documents, how, row) for row in range(how.batch)]
         if how.length % self.head.settings.refresh:
-            raise FastWeightError(f"length is {how.length}; expected a multiple of {self.head.settings.refresh}, the "
-                                  "head's refresh: a step reads whole chunks")  # fmt: skip
+            raise FastWeightError(
+                f"length is {how.length}; expected a multiple of {self.head.settings.refresh}, the "
+                "head's refresh: a step reads whole chunks"
+            )
         state = self.head.init_state(how.batch)
         self.learned = state.dense1, state.dense2
         matrices = [self.head.dense1, self.head.dense2]
@@ -169,9 +171,12 @@ class HeadTrainer:
 
 
 def train_head(
-    model: Any, documents: list[np.ndarray], how: Adapting, *,
+    model: Any,
+    documents: list[np.ndarray],
+    how: Adapting,
+    *,
     report: Callable[[int, float, float], Any] = lambda step, loss, without: None,
-) -> HeadTrainer:  # fmt: skip
+) -> HeadTrainer:
     """Train the attached head of a model on documents of tokens.
 
     Args:

@@ -85,9 +85,13 @@ class Hooks:
     """
 
     def __init__(
-        self, model: nn.Module, head: ResidualHead, cache: NeuralCache | None, trained: list[nn.Parameter],
+        self,
+        model: nn.Module,
+        head: ResidualHead,
+        cache: NeuralCache | None,
+        trained: list[nn.Parameter],
         body: FastBody | None = None,
-    ):  # fmt: skip
+    ):
         output: Any = model.get_output_embeddings()  # type: ignore[operator]
         self.head, self.cache, self.output, self.trained, self.body = head, cache, output, trained, body
         self.call: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -112,15 +116,24 @@ class Hooks:
             return given, named
         tokens = named.get("input_ids", given[0] if given else None)
         if tokens is None:
-            raise FastWeightError("input_ids is missing; expected tokens: an attached head learns from them, "
-                                  "inputs_embeds do not say which they are")  # fmt: skip
+            raise FastWeightError(
+                "input_ids is missing; expected tokens: an attached head learns from them, "
+                "inputs_embeds do not say which they are"
+            )
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
         if state is None and cache is not None:
             state = memory_of(cache).state
         if state is not None and not isinstance(state, FastState):
             raise FastWeightError(f"fast_state is a {type(state).__name__}; expected the fast_state of another call")
-        call = Call(tokens, named.get("attention_mask"), state or FastState(), cache, context,
-                    named.get("logits_to_keep", 0), torch.is_grad_enabled())  # fmt: skip
+        call = Call(
+            tokens,
+            named.get("attention_mask"),
+            state or FastState(),
+            cache,
+            context,
+            named.get("logits_to_keep", 0),
+            torch.is_grad_enabled(),
+        )
         self.call.set(call)
         if body is not None:
             self._start_body(body, call, use.learn)
@@ -168,8 +181,10 @@ class Hooks:
             return None
         x, tokens = given[0], call.tokens
         if x.shape[:-1] != tokens.shape:
-            raise FastWeightError(f"the features have shape {tuple(x.shape)}; expected {tuple(tokens.shape)} and a "
-                                  "width: the model does not call its output embedding once per token")  # fmt: skip
+            raise FastWeightError(
+                f"the features have shape {tuple(x.shape)}; expected {tuple(tokens.shape)} and a "
+                "width: the model does not call its output embedding once per token"
+            )
         x = self._end_body(x, call)
         kept, n, T = call.keep, call.context, tokens.shape[1]
         K = min(kept, T) or T if isinstance(kept, int) else T
@@ -226,8 +241,9 @@ class Hooks:
         cached = state.cache
         if use.cache and self.cache is not None:
             apart = torch.is_grad_enabled() and logits.requires_grad
-            logits, cached = self.cache.answer(x.detach(), tokens, logits, cached, mask=mask, learn=use.learn,
-                                               overwrite=not apart, **known)  # fmt: skip
+            logits, cached = self.cache.answer(
+                x.detach(), tokens, logits, cached, mask=mask, learn=use.learn, overwrite=not apart, **known
+            )
         return logits[:, -keep:], map_tensors(Tensor.detach, FastState(learned, cached, state.body))
 
     def _losses(self, x, tokens):

@@ -153,8 +153,14 @@ class ResidualHead(nn.Module):
         c, like = self.settings, self.dense1
         zeros = lambda *shape: torch.zeros(batch, *shape, device=like.device, dtype=like.dtype)  # noqa: E731
         tokens = torch.zeros(batch, c.refresh, device=like.device, dtype=torch.long)
-        return HeadState(zeros(c.width, c.size), zeros(c.size, c.width), zeros(c.refresh, c.width),
-                         zeros(c.refresh, c.width), tokens, tokens[:, 0].clone())  # fmt: skip
+        return HeadState(
+            zeros(c.width, c.size),
+            zeros(c.size, c.width),
+            zeros(c.refresh, c.width),
+            zeros(c.refresh, c.width),
+            tokens,
+            tokens[:, 0].clone(),
+        )
 
     def features(self, x: Tensor, state: HeadState | None = None) -> Tensor:
         """Features (B, T, D) from what is known so far; nothing is learned."""
@@ -162,9 +168,15 @@ class ResidualHead(nn.Module):
         return x + self._layer(self.dense1 + S1, self.dense2 + S2, x.to(self.dense1.dtype)).n.to(x.dtype)
 
     def forward(
-        self, x: Tensor, tokens: Tensor, embedding: Any, *, mask: Tensor | None = None, state: HeadState | None = None,
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        embedding: Any,
+        *,
+        mask: Tensor | None = None,
+        state: HeadState | None = None,
         keep: int = 0,
-    ) -> tuple[Answers, HeadState]:  # fmt: skip
+    ) -> tuple[Answers, HeadState]:
         """Read tokens and learn from them: answers for the last K of them, and the state after all.
 
         Args:
@@ -179,8 +191,10 @@ class ResidualHead(nn.Module):
         K = keep or T
         before = self.init_state(B) if state is None else state
         if len(before.x) != B or before.x.shape[1] != C:
-            raise FastWeightError(f"state holds {len(before.x)} rows and a refresh of {before.x.shape[1]}; expected "
-                                  f"{B} and {C}: a stream goes on with the head and batch that began it")  # fmt: skip
+            raise FastWeightError(
+                f"state holds {len(before.x)} rows and a refresh of {before.x.shape[1]}; expected "
+                f"{B} and {C}: a stream goes on with the head and batch that began it"
+            )
         row = _Row.of(x.to(self.dense1.dtype), tokens, before, mask)
         S1, S2, means = before.dense1, before.dense2, row.means
         logits = x.new_empty(B, K, embedding.weight.shape[0])
@@ -284,8 +298,15 @@ class _Row(NamedTuple):
         if mask is None and len(set(counts)) <= 1:
             n = counts[0] if counts else 0
             join = lambda old, new: torch.cat([old[:, :n], new], 1)  # noqa: E731
-            return cls(join(state.x, x), join(state.means, new), join(state.tokens, tokens), state.waiting + T, n,
-                       place[:, C - n :], True)  # fmt: skip
+            return cls(
+                join(state.x, x),
+                join(state.means, new),
+                join(state.tokens, tokens),
+                state.waiting + T,
+                n,
+                place[:, C - n :],
+                True,
+            )
         there = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         x = torch.where(there[..., None], x, 0.0)
         there = torch.cat([torch.arange(C, device=x.device) < state.waiting[:, None], there], 1)

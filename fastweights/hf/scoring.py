@@ -83,8 +83,15 @@ def modes(model: Any) -> list[str]:
     return ["static", *found, "dynamic", "dynamic+cache"]
 
 
-def score(model: Any, tokenizer: Any, texts: list[Text], mode: str, how: Reading, *,
-          advance: Callable[[int], Any] = lambda n: None) -> Score:  # fmt: skip
+def score(
+    model: Any,
+    tokenizer: Any,
+    texts: list[Text],
+    mode: str,
+    how: Reading,
+    *,
+    advance: Callable[[int], Any] = lambda n: None,
+) -> Score:
     """Score texts in one mode; the model is as before afterwards.
 
     Args:
@@ -185,8 +192,13 @@ def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> 
     losses, state = [], None
     with using(model, **parts):
         for first, start, stop in how.spans(row.shape[1] - 1):
-            out = model(row[:, first:stop], use_cache=False, logits_to_keep=stop - start, fast_state=state,
-                        fast_context=start - first)  # fmt: skip
+            out = model(
+                row[:, first:stop],
+                use_cache=False,
+                logits_to_keep=stop - start,
+                fast_state=state,
+                fast_context=start - first,
+            )
             state = out.fast_state
             losses.append(token_losses(out.logits, row[:, start + 1 : stop + 1])[0])
     return torch.cat(losses), tensor_bytes(state)
@@ -196,10 +208,19 @@ def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, 
     """Losses of a text while the model's weights train on it, and the bytes of those weights."""
     rule = "sgd" if how.statistics is None else "rms"
     cache = NeuralCache(WINDOW) if mode == "dynamic+cache" else None
-    with DynamicEvaluation(model, rule=rule, lr=how.lr, eps=EPS, segment=how.stride, context=how.window - how.stride,
-                           parameters=how.parameters, statistics=how.statistics, clip=CLIP,
-                           call=partial(call_body, keep=how.stride),
-                           cache=cache) as dynamic:  # fmt: skip
+    with DynamicEvaluation(
+        model,
+        rule=rule,
+        lr=how.lr,
+        eps=EPS,
+        segment=how.stride,
+        context=how.window - how.stride,
+        parameters=how.parameters,
+        statistics=how.statistics,
+        clip=CLIP,
+        call=partial(call_body, keep=how.stride),
+        cache=cache,
+    ) as dynamic:
         held = sum(p.numel() * p.element_size() for p in dynamic.named.values())
         return dynamic.run(row).losses[0], held
 

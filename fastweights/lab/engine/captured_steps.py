@@ -122,16 +122,25 @@ class Steps:
         weight_decay, clip: of AdamW, and the largest norm of a gradient.
     """
 
-    def __init__(self, model: nn.Module, objective: Callable[..., Tensor], device: str, *, lr: float,
-                 weight_decay: float = 0.1, clip: float = 1.0):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Callable[..., Tensor],
+        device: str,
+        *,
+        lr: float,
+        weight_decay: float = 0.1,
+        clip: float = 1.0,
+    ):
         on_gpu = device.startswith("cuda")
         self.model, self.lr = model, lr
         parameters = list(model.parameters())
         matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
         groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
         at = torch.tensor(lr, device=device) if on_gpu else lr
-        optimizer = self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=at, betas=(0.9, 0.98),
-                                                       fused=True, capturable=on_gpu)  # fmt: skip
+        optimizer = self.optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=at, betas=(0.9, 0.98), fused=True, capturable=on_gpu
+        )
 
         def step(*tensors: Tensor) -> Tensor:
             optimizer.zero_grad(set_to_none=True)

@@ -155,8 +155,10 @@ def check_data(plans: list[Plan], data: Path | None) -> None:
         absent = [file for file in needed if data is None or not any(data.glob(file))]
         if absent:
             given = "not given" if data is None else data
-            raise FastWeightError(f"--data is {given}; expected a folder with {', '.join(absent)}: {plan.name} reads "
-                                  "them, and nothing is downloaded (--smoke needs no data)")  # fmt: skip
+            raise FastWeightError(
+                f"--data is {given}; expected a folder with {', '.join(absent)}: {plan.name} reads "
+                "them, and nothing is downloaded (--smoke needs no data)"
+            )
 
 
 def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = True) -> tuple[list[Row], float]:

@@ -33,8 +33,16 @@ STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def figure(path: Path | str, columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (6.4, 4.2),
-           title: str = "", note: str = "", share_y: bool = False) -> Iterator[Any]:  # fmt: skip
+def figure(
+    path: Path | str,
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    size: tuple[float, float] = (6.4, 4.2),
+    title: str = "",
+    note: str = "",
+    share_y: bool = False,
+) -> Iterator[Any]:
     """Axes to draw on (one, or an array of them), saved as PNG at the end.
 
         with figure(path, 2, title="Capacity") as (left, right): left.plot(...)
@@ -71,8 +79,18 @@ def colour(name: str, position: int = 0) -> str:
     return COLOURS.get(name, PALETTE[position % len(PALETTE)])
 
 
-def curve(axes: Any, x: Sequence, y: Sequence, *, label: str = "", color: str = INK, band: Any = None,
-          marker: str = "o", dashed: bool = False, width: float = 2.0) -> None:  # fmt: skip
+def curve(
+    axes: Any,
+    x: Sequence,
+    y: Sequence,
+    *,
+    label: str = "",
+    color: str = INK,
+    band: Any = None,
+    marker: str = "o",
+    dashed: bool = False,
+    width: float = 2.0,
+) -> None:
     """Ours: a solid line with dots.
 
     Args:
@@ -92,8 +110,15 @@ def paper(axes: Any, x: Sequence, y: Sequence, *, color: str = PAPER, label: str
     axes.plot(x, y, linestyle=(0, (4, 2.5)), linewidth=1.2, color=color, alpha=0.85, label=label, zorder=1.5)
 
 
-def bars(axes: Any, labels: Iterable[str], values: Sequence[float], *, published: Sequence[float | None] | None = None,
-         colors: Sequence[str] | None = None, form: str = "{:.2f}") -> None:  # fmt: skip
+def bars(
+    axes: Any,
+    labels: Iterable[str],
+    values: Sequence[float],
+    *,
+    published: Sequence[float | None] | None = None,
+    colors: Sequence[str] | None = None,
+    form: str = "{:.2f}",
+) -> None:
     """Horizontal bars with their numbers; the paper's number is a line across its bar.
 
     Args:

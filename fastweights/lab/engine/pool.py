@@ -117,8 +117,11 @@ class _Pool:
             for _, process in self.processes.values():
                 process.terminate()
                 process.join()
-        return [f"{plan.name}, {describe(arm)}:\n{self.failed[i]}"
-                for i, (plan, arm) in enumerate(self.tasks) if i in self.failed]  # fmt: skip
+        return [
+            f"{plan.name}, {describe(arm)}:\n{self.failed[i]}"
+            for i, (plan, arm) in enumerate(self.tasks)
+            if i in self.failed
+        ]
 
     def _start(self, n: int) -> None:
         """Start process n and give it an arm."""

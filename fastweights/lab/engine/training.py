@@ -107,8 +107,10 @@ def train(
         if evaluate is None:
             _aside([learners[i].evaluate for i in going], 1 if device != "cpu" else 0)
             evaluate = Together([learners[i].evaluate for i in going], device)
-        scores = [x.tolist() for x in torch.cat([x.flatten() for x in evaluate()]).cpu().split(
-            [x.numel() for x in evaluate.outputs])]  # fmt: skip
+        scores = [
+            x.tolist()
+            for x in torch.cat([x.flatten() for x in evaluate()]).cpu().split([x.numel() for x in evaluate.outputs])
+        ]
         at = min(step, steps)
         for i, numbers in zip(going, scores, strict=True):
             width = len(numbers) // learners[i].copies

@@ -42,8 +42,11 @@ def arms(*, models: tuple[str, ...], hidden: tuple[int, ...], steps: int, seeds:
         more: seeds of the arms that decide the claim: fast weights and LSTM up to 50 units.
     """
     decides = lambda model, R: model in ("lstm", "fast") and R <= 50  # noqa: E731
-    return [dict(model=model, R=R, steps=steps, seeds=more if decides(model, R) else seeds, seed=0)
-            for R in hidden for model in models]  # fmt: skip
+    return [
+        dict(model=model, R=R, steps=steps, seeds=more if decides(model, R) else seeds, seed=0)
+        for R in hidden
+        for model in models
+    ]
 
 
 def cost(arm: dict) -> float:
@@ -63,8 +66,10 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     (courses,) = train([learner], steps=arm["steps"], every=min(1000, arm["steps"]), device=device, report=report)
     rows: list[Row] = []
     for n, course in enumerate(courses):
-        rows += [dict(copy=n, step=step, error=error, loss=loss)
-                 for step, (error, loss) in zip(course.steps, course.scores, strict=True)]  # fmt: skip
+        rows += [
+            dict(copy=n, step=step, error=error, loss=loss)
+            for step, (error, loss) in zip(course.steps, course.scores, strict=True)
+        ]
         rows.append(dict(copy=n, step=course.steps[-1], best=course.best, last=course.last, ended=course.ended))
     return rows
 
@@ -99,8 +104,9 @@ def plot(rows: list[Row], path: Path) -> None:
     best = finals(rows)
     sizes = sorted({R for _, R in best})
     note = "Mean and range over seeds. Dashes: the paper's Table 1, as quoted by others. Chance is 90 %."
-    with plotting.figure(path, len(sizes) + 1, size=(4.3, 4.0), title="Associative retrieval: error while training",
-                         note=note) as axes:  # fmt: skip
+    with plotting.figure(
+        path, len(sizes) + 1, size=(4.3, 4.0), title="Associative retrieval: error while training", note=note
+    ) as axes:
         for ax, R in zip(axes, sizes, strict=False):
             # One curve per model, the mean over its seeds, with the range as a band.
             for i, model in enumerate(MODELS):

@@ -127,8 +127,9 @@ def plot(rows: list[Row], path: Path) -> None:
     means = mean_over(rows, ("features", "form", "S"), "last")
     title = "Capacity: retrieval loss against the number of keys, sum rule"
     seeds = len({row["copy"] for row in rows})
-    note = (("One seed. " if seeds == 1 else f"Mean and range of {seeds} seeds. ")
-            + "Dotted verticals: width of the features, where capacity should end.")  # fmt: skip
+    note = (
+        "One seed. " if seeds == 1 else f"Mean and range of {seeds} seeds. "
+    ) + "Dotted verticals: width of the features, where capacity should end."
     with plotting.figure(path, 2, size=(6.6, 4.4), title=title, note=note) as (left, right):
         # One curve per feature map; FAVOR+ in both forms, each in the panel to the right.
         for axes, wanted in ((left, lambda f: not f.startswith("favor")), (right, lambda f: f.startswith("favor"))):
@@ -141,8 +142,16 @@ def plot(rows: list[Row], path: Path) -> None:
                 if theirs and not scaled:
                     plotting.paper(axes, *zip(*theirs, strict=True), color=colour)
                 plain = axes is left or scaled
-                plotting.curve(axes, S, mean, label=name if plain else f"{name} as published, ours", color=colour,
-                               band=(low, high), marker="s" if scaled else "o", width=2 if plain else 1)  # fmt: skip
+                plotting.curve(
+                    axes,
+                    S,
+                    mean,
+                    label=name if plain else f"{name} as published, ours",
+                    color=colour,
+                    band=(low, high),
+                    marker="s" if scaled else "o",
+                    width=2 if plain else 1,
+                )
             axes.set(xlim=(0, 620), xlabel="keys S (= length of the sequence)")
             axes.set_ylim(-0.015, 0.53 if axes is left else 0.85)
             axes.axhline(0.5, color=plotting.PAPER, linewidth=0.8)

@@ -139,8 +139,13 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     train(model, found, arm, carried, count, device, report)
     seconds = time.perf_counter() - began
     parameters = sum(p.numel() for p in model.parameters())
-    row: dict[str, Any] = dict(read=found.name, parameters=parameters, steps=count, train_seconds=round(seconds, 2),
-                               state=carried_numbers(model) if carried else 0)  # fmt: skip
+    row: dict[str, Any] = dict(
+        read=found.name,
+        parameters=parameters,
+        steps=count,
+        train_seconds=round(seconds, 2),
+        state=carried_numbers(model) if carried else 0,
+    )
     for split in ("valid", "test"):
         stream = getattr(found, split)
         loss = score_carried(model, stream, device) if carried else score_windows(model, stream, arm["length"], device)
@@ -154,12 +159,18 @@ def table(rows: list[Row]) -> list[Row]:
     shown = []
     for (group, corpus, model, positions), own in _groups(rows).items():
         published = PUBLISHED.get((group, model)) if corpus.endswith("words") else None
-        shown.append(dict(
-            context=group, corpus=corpus, model=model + "*" * (group == "limited" and not positions),
-            perplexity=own["test_perplexity"], bits=own["test_bits_per_byte"],
-            paper=published[1] if published else None,
-            state=int(own["state"]), train_s=own["train_seconds"],
-        ))  # fmt: skip
+        shown.append(
+            dict(
+                context=group,
+                corpus=corpus,
+                model=model + "*" * (group == "limited" and not positions),
+                perplexity=own["test_perplexity"],
+                bits=own["test_bits_per_byte"],
+                paper=published[1] if published else None,
+                state=int(own["state"]),
+                train_s=own["train_seconds"],
+            )
+        )
     return shown
 
 
@@ -181,8 +192,8 @@ def plot(rows: list[Row], path: Path) -> None:
     panels = [p for p, n in sizes.items() if n > 2] or list(sizes)
     columns = min(3, len(panels))
     note = "[as published: WikiText-103, larger models]   * without positions   mean over seeds   lower is better"
-    with plotting.figure(path, columns, -(-len(panels) // columns), size=(5.0, 3.4), note=note,
-                         title="Language models of equal size, 6 M tokens read") as axes:  # fmt: skip
+    title, rows_of = "Language models of equal size, 6 M tokens read", -(-len(panels) // columns)
+    with plotting.figure(path, columns, rows_of, size=(5.0, 3.4), note=note, title=title) as axes:
         flat = list(np.ravel(axes))
         for ax, (group, corpus) in zip(flat, panels, strict=False):
             words = corpus.endswith("words")
@@ -192,8 +203,11 @@ def plot(rows: list[Row], path: Path) -> None:
             plotting.bars(
                 ax, labels, values, colors=[_colour(m) for m, _ in mine], form="{:.0f}" if words else "{:.2f}"
             )
-            ax.set(title=f"{group}: {corpus}", xlim=(0, 1.15 * max(values)),
-                   xlabel="perplexity" if words else "bits per byte")  # fmt: skip
+            ax.set(
+                title=f"{group}: {corpus}",
+                xlim=(0, 1.15 * max(values)),
+                xlabel="perplexity" if words else "bits per byte",
+            )
         for ax in flat[len(panels) :]:
             ax.axis("off")
 
@@ -253,8 +267,10 @@ def _order(group: str, *pairs: tuple[str, str], positions: bool = True) -> Judge
     def judge(rows: list[Row]) -> tuple[Verdict, str]:
         found = _test(rows, group)
         compared = {pair: _compared(found, *pair, positions=positions) for pair in pairs}
-        said = [f"{one} against {other}: " + ", ".join(f"{a:.4g} / {b:.4g} ({c})" for c, a, b in results)
-                for (one, other), results in compared.items()]  # fmt: skip
+        said = [
+            f"{one} against {other}: " + ", ".join(f"{a:.4g} / {b:.4g} ({c})" for c, a, b in results)
+            for (one, other), results in compared.items()
+        ]
         return less((a, b) for results in compared.values() for _, a, b in results), "; ".join(said)
 
     return judge
@@ -279,8 +295,9 @@ def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     Both without positions, which a memory that reads on cannot have.
     """
     far, near = _test(rows, "unbounded"), _test(rows, "limited")
-    found = [(c, far[c, "elu-delta", False][0], near[c, "elu-delta", False][0])
-             for c in dict.fromkeys(c for c, _, _ in far)]  # fmt: skip
+    found = [
+        (c, far[c, "elu-delta", False][0], near[c, "elu-delta", False][0]) for c in dict.fromkeys(c for c, _, _ in far)
+    ]
     ours = ", ".join(f"{a:.4g} unbounded, {b:.4g} limited ({c})" for c, a, b in found)
     return less((a, b) for _, a, b in found), f"perplexity {ours}"
 

@@ -34,8 +34,17 @@ PUBLISHED = {(True, True): (30.4, 32.1), (False, True): (29.2, 31.2), (True, Fal
              (False, False): (28.1, 31.1)}  # fmt: skip
 
 
-def arms(*, norms: tuple[str, ...], features: tuple[str, ...], keys: int, steps: int, seeds: int, times: int,
-         segments: int, language: dict) -> list[dict]:  # fmt: skip
+def arms(
+    *,
+    norms: tuple[str, ...],
+    features: tuple[str, ...],
+    keys: int,
+    steps: int,
+    seeds: int,
+    times: int,
+    segments: int,
+    language: dict,
+) -> list[dict]:
     """Retrieval: one arm per norm and feature map. Language models: one per norm, with and without positions.
 
     Args:
@@ -47,8 +56,11 @@ def arms(*, norms: tuple[str, ...], features: tuple[str, ...], keys: int, steps:
         segments: parts of that trace, and windows that a language model reads on.
         language: sizes of the language model.
     """
-    found = [dict(task="language", norm=norm, positions=positions, segments=segments, seed=0, **language)
-             for positions in (False, True) for norm in norms]  # fmt: skip
+    found = [
+        dict(task="language", norm=norm, positions=positions, segments=segments, seed=0, **language)
+        for positions in (False, True)
+        for norm in norms
+    ]
     retrieval = dict(keys=keys, steps=steps, seeds=seeds, times=times, segments=segments, seed=0)
     return [dict(task="retrieval", norm=n, features=f, **retrieval) for f in features for n in norms] + found
 
@@ -79,8 +91,10 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     rows: list[Row] = []
     for n, (first, course) in enumerate(zip(start, courses, strict=True)):
         points = [(0, first), *zip(course.steps, course.scores, strict=True)]
-        rows += [dict(phase="training", copy=n, step=step, **dict(zip(SCORES, scores, strict=True)))
-                 for step, scores in points]  # fmt: skip
+        rows += [
+            dict(phase="training", copy=n, step=step, **dict(zip(SCORES, scores, strict=True)))
+            for step, scores in points
+        ]
     return rows + [dict(phase="position", **point) for point in learner.trace(arm["segments"], arm["times"])]
 
 
@@ -91,8 +105,10 @@ def last_loss(rows: list[Row], task: str) -> dict[tuple, float]:
     """
     second = "features" if task == "retrieval" else "positions"
     chosen = [r for r in rows if r["task"] == task and r["phase"] == "training"]
-    final = {(r["norm"], r[second]): max(x["step"] for x in chosen if (x["norm"], x[second]) == (r["norm"], r[second]))
-             for r in chosen}  # fmt: skip
+    final = {
+        (r["norm"], r[second]): max(x["step"] for x in chosen if (x["norm"], x[second]) == (r["norm"], r[second]))
+        for r in chosen
+    }
     ends = [r for r in chosen if r["step"] == final[r["norm"], r[second]]]
     means = {k: v[0] for k, v in mean_over(ends, ("norm", second), "loss").items()}
     return {k: v if math.isfinite(v) else math.inf for k, v in means.items()}
@@ -130,11 +146,14 @@ def plot(rows: list[Row], path: Path) -> None:
     found = [r for r in rows if r["task"] == "retrieval" and r["features"] in features]
     language = [r for r in rows if r["task"] == "language"]
     lost = dict.fromkeys(r["norm"] for r in language if r["phase"] == "training" and not math.isfinite(r["loss"]))
-    note = (f"All but the language model: retrieval with overwriting, {', '.join(features)}; dotted: trained length. "
-            "Gain: a write's eigenvalue along its key is 1 - gain; shaded: 5 to 95 % of writes. "
-            + (f"The language model is NaN with norm {', '.join(lost)}." if lost else ""))  # fmt: skip
-    with plotting.figure(path, 3, 2, size=(5.6, 4.0), title="What each normalisation does to the delta rule",
-                         note=note) as axes:  # fmt: skip
+    note = (
+        f"All but the language model: retrieval with overwriting, {', '.join(features)}; dotted: trained length. "
+        "Gain: a write's eigenvalue along its key is 1 - gain; shaded: 5 to 95 % of writes. "
+        + (f"The language model is NaN with norm {', '.join(lost)}." if lost else "")
+    )
+    with plotting.figure(
+        path, 3, 2, size=(5.6, 4.0), title="What each normalisation does to the delta rule", note=note
+    ) as axes:
         # Above: loss, length of what is read, memory. Below: gain of the writes, their growth, language models.
         (loss, size, memory), (gain, growth, words) = axes
         for norm in NORMS:
@@ -241,8 +260,11 @@ def _bounded_norms_are_stable(rows: list[Row]) -> tuple[Verdict, str]:
 
 def last_window(rows: list[Row], norm: str, positions: bool = False) -> float:
     """Bits per byte of the last of the windows that a language model reads on, its memory carried."""
-    mine = [r for r in rows if r["task"] == "language" and r["phase"] == "position"
-            and (r["norm"], r["positions"]) == (norm, positions)]  # fmt: skip
+    mine = [
+        r
+        for r in rows
+        if r["task"] == "language" and r["phase"] == "position" and (r["norm"], r["positions"]) == (norm, positions)
+    ]
     return max(mine, key=lambda r: r["position"])["loss"]
 
 
@@ -255,9 +277,11 @@ def _attention_norm_is_unstable(rows: list[Row]) -> tuple[Verdict, str]:
     far = {norm: last_window(rows, norm) for norm in ("sum", "attention")}
     pairs.append((far["sum"], far["attention"]))
     f = features[0]
-    ours = (f"{f}: writes grow by {grown['attention', f]:.0f} against {grown['sum', f]:.1f} with sum norm, loss "
-            f"{losses['attention', f]:.3f} against {losses['sum', f]:.5f}; but 16 windows on, a language model reads "
-            f"at {far['attention']:.2f} bits per byte against {far['sum']:.2f}")  # fmt: skip
+    ours = (
+        f"{f}: writes grow by {grown['attention', f]:.0f} against {grown['sum', f]:.1f} with sum norm, loss "
+        f"{losses['attention', f]:.3f} against {losses['sum', f]:.5f}; but 16 windows on, a language model reads "
+        f"at {far['attention']:.2f} bits per byte against {far['sum']:.2f}"
+    )
     return less(pairs), ours
 
 

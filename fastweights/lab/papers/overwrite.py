@@ -59,8 +59,12 @@ def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: i
         steps: at most; an eighth of them for the Fast Weight Memory.
         seeds: copies of each model.
     """
-    return [dict(model=name, S=S, steps=steps // 8 if name.endswith("fwm") else steps, seeds=seeds, seed=0)
-            for S in keys for name in models if S <= 60 or not name.endswith("fwm")]  # fmt: skip
+    return [
+        dict(model=name, S=S, steps=steps // 8 if name.endswith("fwm") else steps, seeds=seeds, seed=0)
+        for S in keys
+        for name in models
+        if S <= 60 or not name.endswith("fwm")
+    ]
 
 
 def cost(arm: dict) -> float:
@@ -78,13 +82,27 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     slow: dict[str, Any] = dict(batch=128, lr=1e-4) if features == "tanh" else {}  # as published
     how: dict[str, Any] = dict(form=form, copies=arm["seeds"], device=device) | slow
     learner = Model(Task(arm["S"], replace=True), features, rule, norm, **how)
-    (courses,) = train([learner], steps=arm["steps"], every=min(100, arm["steps"]), target=0.001, patience=11,
-                       device=device, report=report)  # fmt: skip
+    (courses,) = train(
+        [learner],
+        steps=arm["steps"],
+        every=min(100, arm["steps"]),
+        target=0.001,
+        patience=11,
+        device=device,
+        report=report,
+    )
     return [
-        dict(copy=n, best=c.best, last=c.last, best_2S=_least(x[1] for x in c.scores), last_2S=c.scores[-1][1],
-             stopped=c.steps[-1], ended=c.ended)
+        dict(
+            copy=n,
+            best=c.best,
+            last=c.last,
+            best_2S=_least(x[1] for x in c.scores),
+            last_2S=c.scores[-1][1],
+            stopped=c.steps[-1],
+            ended=c.ended,
+        )
         for n, c in enumerate(courses)
-    ]  # fmt: skip
+    ]
 
 
 def _least(numbers: Any) -> float:
@@ -127,8 +145,10 @@ def _look(model: str) -> tuple[str, str]:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Best loss against the number of keys, scored at L = S to the left and at L = 2 S to the right."""
-    note = (f"Best evaluation of each run; mean and range of {len({row['copy'] for row in rows})} seeds. Left: "
-            "sequences of S pairs, as the published scores; right: of 2 S, as in training.")  # fmt: skip
+    note = (
+        f"Best evaluation of each run; mean and range of {len({row['copy'] for row in rows})} seeds. Left: "
+        "sequences of S pairs, as the published scores; right: of 2 S, as in training."
+    )
     title = "Overwriting: loss when keys are written again, against the number of keys"
     with plotting.figure(path, 2, size=(7.0, 5.2), title=title, note=note, share_y=True) as (left, right):
         # The paper's scores belong to the left panel alone: its code scores at L = S.
@@ -173,8 +193,10 @@ def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
     inside = {S: loss for (model, S), loss in best.items() if model == "dpfp-2 delta"}
     beyond = {S: loss for (model, S), loss in best.items() if model == "elu+1 delta" and S >= 100}
     verdict = held([*(loss < 0.01 for loss in inside.values()), *(loss > 0.05 for loss in beyond.values())])
-    ours = (f"DPFP-2 (256 features) at most {max(inside.values()):.4f} up to {max(inside)} keys; ELU+1 (64) at least "
-            f"{min(beyond.values()):.3f} from {min(beyond)} keys on")  # fmt: skip
+    ours = (
+        f"DPFP-2 (256 features) at most {max(inside.values()):.4f} up to {max(inside)} keys; ELU+1 (64) at least "
+        f"{min(beyond.values()):.3f} from {min(beyond)} keys on"
+    )
     return verdict, ours
 
 
@@ -185,8 +207,9 @@ def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
     at = {value: _means(rows, value) for value in ("best", "best_2S")}
     sizes = sorted({row["S"] for row in rows if row["S"] <= 120})
     pairs = [(scores["dpfp-1 delta", S], scores["dpfp-1 sum", S]) for scores in at.values() for S in sizes]
-    ours = ", ".join(f"{at['best']['dpfp-1 delta', S]:.4f} against {at['best']['dpfp-1 sum', S]:.3f} at {S} keys"
-                     for S in sizes)  # fmt: skip
+    ours = ", ".join(
+        f"{at['best']['dpfp-1 delta', S]:.4f} against {at['best']['dpfp-1 sum', S]:.3f} at {S} keys" for S in sizes
+    )
     return less(pairs), ours
 
 

@@ -117,8 +117,15 @@ def plot(rows: list[Row], path: Path) -> None:
         ax.imshow(grid, cmap="Blues", vmin=0, vmax=100, aspect="auto")
         # The number in every cell, white on dark.
         for i, j in np.ndindex(grid.shape):
-            ax.text(j, i, f"{grid[i, j]:.0f}", ha="center", va="center", fontsize=8.5,
-                    color="white" if grid[i, j] > 55 else plotting.INK)  # fmt: skip
+            ax.text(
+                j,
+                i,
+                f"{grid[i, j]:.0f}",
+                ha="center",
+                va="center",
+                fontsize=8.5,
+                color="white" if grid[i, j] > 55 else plotting.INK,
+            )
         labels = [f"{t} {TASKS[t - 1]}" for t in tasks] + ["mean"]
         ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
         ax.set_yticks(range(len(names)), names)

@@ -53,8 +53,13 @@ def arms(
         seeds: of everything.
     """
     rest = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps)
-    return [dict(model=m, width=w, seed=s, **rest, lr=lr) for s in range(seeds) for lr in rates for w in widths
-            for m in models]  # fmt: skip
+    return [
+        dict(model=m, width=w, seed=s, **rest, lr=lr)
+        for s in range(seeds)
+        for lr in rates
+        for w in widths
+        for m in models
+    ]
 
 
 def cost(arm: Arm) -> float:
@@ -76,12 +81,20 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
     most, vocab, batch = arm["pairs"], arm["vocab"], arm["batch"]
     generator = torch.Generator(device).manual_seed(arm["seed"])
-    model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=1 if arm["width"] < 64 else 2,
-                         conv=4).to(device)  # fmt: skip
+    model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=1 if arm["width"] < 64 else 2, conv=4).to(
+        device
+    )
     choices = torch.tensor(counts(most), device=device)
-    step = Steps(model, lambda tokens, labels: cross_entropy(
-        answers(model, tokens).float().flatten(0, 1), labels[:, labels.shape[1] // 2 :: 2].flatten(), ignore_index=-1
-    ), device, lr=arm["lr"])  # fmt: skip
+    step = Steps(
+        model,
+        lambda tokens, labels: cross_entropy(
+            answers(model, tokens).float().flatten(0, 1),
+            labels[:, labels.shape[1] // 2 :: 2].flatten(),
+            ignore_index=-1,
+        ),
+        device,
+        lr=arm["lr"],
+    )
     # Fresh sequences at every step, each with its own number of pairs.
     for i in range(arm["steps"]):
         some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
@@ -95,8 +108,10 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     for name, stream in (("valid", VALID), ("accuracy", TEST)):
         generator.manual_seed(stream + arm["seed"])
         shares[name] = [accuracy(model, n, most, vocab, generator, device) for n in counts(most)]
-    return [dict(tested=n, valid=valid, accuracy=test, parameters=parameters, state=state)
-            for n, valid, test in zip(counts(most), *shares.values(), strict=True)]  # fmt: skip
+    return [
+        dict(tested=n, valid=valid, accuracy=test, parameters=parameters, state=state)
+        for n, valid, test in zip(counts(most), *shares.values(), strict=True)
+    ]
 
 
 def best_rates(rows: list[Row]) -> dict[tuple, float]:
@@ -131,10 +146,13 @@ def plot(rows: list[Row], path: Path) -> None:
     found = {r["model"] for r in rows}
     names = [m for m in FULL["models"] if m in found]
     means = mean_over(rows, ("width", "model", "tested"), "accuracy")
-    note = ("Two blocks, a convolution of four tokens in every mixer; each model's rate chosen on other sequences. "
-            "Dashed: sum rule. Small dots: the worst and the best seed.")  # fmt: skip
-    with plotting.figure(path, len(widths), size=(3.9, 3.6), title="Recall by width and number of pairs", note=note,
-                         share_y=True) as axes:  # fmt: skip
+    note = (
+        "Two blocks, a convolution of four tokens in every mixer; each model's rate chosen on other sequences. "
+        "Dashed: sum rule. Small dots: the worst and the best seed."
+    )
+    with plotting.figure(
+        path, len(widths), size=(3.9, 3.6), title="Recall by width and number of pairs", note=note, share_y=True
+    ) as axes:
         panels = list(axes) if len(widths) > 1 else [axes]
         for ax, width in zip(panels, widths, strict=True):
             for i, name in enumerate(names):

@@ -94,8 +94,11 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
         report(epoch / arm["epochs"], f"{arm['kind']}, loss {float(loss):.2f}")
     parameters = sum(p.numel() for p in model.parameters())
     width = arm["dim"] // arm["heads"]
-    row: dict[str, Any] = dict(read=found.name, parameters=parameters, features=None if arm["kind"] == "softmax"
-                               else features.parse(arm["kind"]).width(width))  # fmt: skip
+    row: dict[str, Any] = dict(
+        read=found.name,
+        parameters=parameters,
+        features=None if arm["kind"] == "softmax" else features.parse(arm["kind"]).width(width),
+    )
     for split in ("valid", "test"):
         row[f"{split}_bleu"], row["scorer"] = sentence_pairs.bleu(*translate(model, found, split, device))
     return [row]
@@ -103,8 +106,9 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
 def data(arm: Arm) -> tuple[str, ...]:
     """The six files of Multi30k."""
-    return tuple(f"multi30k/{split}.{language}" for split in ("train", "val", "test_2016_flickr")
-                 for language in ("en", "de"))  # fmt: skip
+    return tuple(
+        f"multi30k/{split}.{language}" for split in ("train", "val", "test_2016_flickr") for language in ("en", "de")
+    )
 
 
 def table(rows: list[Row]) -> list[Row]:
@@ -113,20 +117,32 @@ def table(rows: list[Row]) -> list[Row]:
     """
     means = {c: mean_over(rows, ("kind",), c) for c in ("valid_bleu", "test_bleu", "seconds")}
     width = {r["kind"]: r.get("features") for r in rows}
-    return [dict(attention=k, features=width[k], valid=means["valid_bleu"][k,][0], test=means["test_bleu"][k,][0],
-                 lowest=means["test_bleu"][k,][1], highest=means["test_bleu"][k,][2], paper_test=PUBLISHED.get(k))
-            for k in width]  # fmt: skip
+    return [
+        dict(
+            attention=k,
+            features=width[k],
+            valid=means["valid_bleu"][k,][0],
+            test=means["test_bleu"][k,][0],
+            lowest=means["test_bleu"][k,][1],
+            highest=means["test_bleu"][k,][2],
+            paper_test=PUBLISHED.get(k),
+        )
+        for k in width
+    ]
 
 
 def plot(rows: list[Row], path: Path) -> None:
     """Bars of test BLEU, the paper's in brackets."""
     shown = table(rows)
     note = "[as published: WMT14, a far larger task, so compare the order and not the height]"
-    with plotting.figure(path, size=(7.2, 0.9 + 0.5 * len(shown)), title="Translation, BLEU by kind of attention",
-                         note=note) as ax:  # fmt: skip
+    with plotting.figure(
+        path, size=(7.2, 0.9 + 0.5 * len(shown)), title="Translation, BLEU by kind of attention", note=note
+    ) as ax:
         names = [_label(r) for r in shown]
-        colors = [plotting.colour(r["attention"].split("-")[0] if "favor" not in r["attention"] else "performer", i)
-                  for i, r in enumerate(shown)]  # fmt: skip
+        colors = [
+            plotting.colour(r["attention"].split("-")[0] if "favor" not in r["attention"] else "performer", i)
+            for i, r in enumerate(shown)
+        ]
         plotting.bars(ax, names, [r["test"] for r in shown], colors=colors)
         ax.set(xlabel="test BLEU", xlim=(0, 1.12 * max(r["test"] for r in shown)))
 

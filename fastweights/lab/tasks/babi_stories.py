@@ -66,15 +66,21 @@ def load(data: Path | None, limit: int = 0) -> Stories:
     """bAbI's twenty tasks from the folder babi/en/ of `data`.  limit: stories kept of each task; 0 keeps all."""
     if data is None or not (data / "babi" / "en").is_dir():
         raise FastWeightError(f"data is {data}; expected a folder with babi/en/qa1_..._train.txt and so on")
-    return _stories("babi", *([s for t in range(1, 21) for s in _read(data / "babi" / "en", t, split)[: limit or None]]
-                              for split in ("train", "test")))  # fmt: skip
+    return _stories(
+        "babi",
+        *(
+            [s for t in range(1, 21) for s in _read(data / "babi" / "en", t, split)[: limit or None]]
+            for split in ("train", "test")
+        ),
+    )
 
 
 def made_up(limit: int = 0) -> Stories:
     """Who is where, and where a thing is that people carry about."""
     rng = random.Random(0)
-    return _stories("made up", *([_made_up(rng, task) for task in (1, 2) for _ in range(limit or n)]
-                                 for n in (1000, 200)))  # fmt: skip
+    return _stories(
+        "made up", *([_made_up(rng, task) for task in (1, 2) for _ in range(limit or n)] for n in (1000, 200))
+    )
 
 
 def _stories(name: str, train: list[Story], test: list[Story]) -> Stories:

@@ -70,8 +70,10 @@ def load(name: str, data: Path | None, limit: int = 0) -> Text:
     parts, starts, sizes = {}, {}, {}
     types = _types(documents["train"], 1 if name.startswith("wikitext") else RARE) if by_words else {}
     for split in SPLITS:
-        pieces = [np.array([types.get(w, 0) for w in _words(d)]) if by_words else np.frombuffer(d.encode(), np.uint8)
-                  for d in documents[split]]  # fmt: skip
+        pieces = [
+            np.array([types.get(w, 0) for w in _words(d)]) if by_words else np.frombuffer(d.encode(), np.uint8)
+            for d in documents[split]
+        ]
         stream = np.concatenate(pieces).astype(np.int64)
         at = np.cumsum([0, *map(len, pieces)])[:-1]
         sizes[split] = sum(len(d.encode()) for d in documents[split]) / max(1, len(stream))

@@ -122,8 +122,19 @@ class Model:
         device: "cpu" or "cuda".
     """
 
-    def __init__(self, task: Task, features: str, rule: str = "sum", norm: str = "attention", *, form: str = "stable",
-                 copies: int = 1, batch: int = 32, lr: float = 1e-3, device: str = "cpu"):  # fmt: skip
+    def __init__(
+        self,
+        task: Task,
+        features: str,
+        rule: str = "sum",
+        norm: str = "attention",
+        *,
+        form: str = "stable",
+        copies: int = 1,
+        batch: int = 32,
+        lr: float = 1e-3,
+        device: str = "cpu",
+    ):
         self.task, self.features, self.rule, self.norm, self.form = task, features, rule, norm, form
         self.copies, self.batch, self.device = copies, batch, device
         S, A = task.keys, copies
@@ -140,8 +151,14 @@ class Model:
         self.key_of_value, self.key_of_key = uniform(S, D, limit=into_k), uniform(E, D, limit=into_k)
         self.key_bias, self.query_bias = uniform(D, limit=(S + E) ** -0.5), uniform(D, limit=E**-0.5)
         self.query = uniform(E, D, limit=into_q)
-        self.parameters = [self.embedding, self.key_of_value, self.key_of_key, self.key_bias, self.query_bias,
-                           self.query]  # fmt: skip
+        self.parameters = [
+            self.embedding,
+            self.key_of_value,
+            self.key_of_key,
+            self.key_bias,
+            self.query_bias,
+            self.query,
+        ]
         if rule != "sum":
             rate = (S + E) ** -0.5
             self.beta_of_value, self.beta_of_key = uniform(S, 1, limit=rate), uniform(E, 1, limit=rate)
@@ -155,9 +172,15 @@ class Model:
         with warnings.catch_warnings():  # what the library warns of is what is studied here
             warnings.simplefilter("ignore")
             self.config = AttentionConfig(
-                D, A, features="identity" if own else features, rule="sum" if rule == "sum" else "delta",
-                norm="none" if own and rule != "sum" else norm, key_dim=D, value_dim=S, out_norm=False,
-            )  # fmt: skip
+                D,
+                A,
+                features="identity" if own else features,
+                rule="sum" if rule == "sum" else "delta",
+                norm="none" if own and rule != "sum" else norm,
+                key_dim=D,
+                value_dim=S,
+                out_norm=False,
+            )
 
     def pick(self, table: Tensor, index: Tensor) -> Tensor:
         """Rows of table (A, S, width) at index (..., A) -> (..., A, width)."""
@@ -287,13 +310,19 @@ class Model:
             keys, values = keys.flip(1), values.flip(1)
         raw, beta = self.raw_keys(keys, values), self.rates(keys, values)
         assert beta is not None  # the delta rule has rates
-        k, beta, z = effective(self.config.norm, self.config.phi.name, self.phi(raw, directions, False) if own else raw,
-                               beta, projection=None if own else directions)  # fmt: skip
+        k, beta, z = effective(
+            self.config.norm,
+            self.config.phi.name,
+            self.phi(raw, directions, False) if own else raw,
+            beta,
+            projection=None if own else directions,
+        )
         if divided:
             k, beta = k.flip(1), beta.flip(1)
         q = self.phi(self.raw_queries(asked), directions, True)[:, 0]
-        o, _ = fast_weight(k, k, torch.zeros_like(k[..., :1]), beta=beta, state=q[..., None], read="before",
-                           method="chunked")  # fmt: skip
+        o, _ = fast_weight(
+            k, k, torch.zeros_like(k[..., :1]), beta=beta, state=q[..., None], read="before", method="chunked"
+        )
         weights = (o[..., 0] * beta).flip(1).transpose(1, 2)[:, None]
         return self._divide(weights, (q * z).sum(-1)[:, None, :, None]) if divided else weights
 

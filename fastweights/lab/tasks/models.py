@@ -73,8 +73,9 @@ class Positioned(nn.Embedding):
         return super().forward(tokens) + torch.cat([angles.sin(), angles.cos()], -1) * D**-0.5
 
 
-def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, features: str = "",
-          norm: str = "") -> nn.Module:  # fmt: skip
+def mixer(
+    name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, features: str = "", norm: str = ""
+) -> nn.Module:
     """A mixer by name.
 
     Args:
@@ -97,9 +98,22 @@ def mixer(name: str, dim: int, heads: int, *, conv: int = 0, window: int = 0, fe
     return Memory(FastWeightAttention(dim, heads, **(found | changes)))
 
 
-def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, window: int = 0, dropout: float = 0.0,
-          positions: bool = False, head: str = "linear", fast_hidden: int = 0, refresh: int = 0, features: str = "",
-          norm: str = "") -> LanguageModel:  # fmt: skip
+def build(
+    names: list[str],
+    vocab: int,
+    *,
+    dim: int,
+    heads: int,
+    conv: int = 0,
+    window: int = 0,
+    dropout: float = 0.0,
+    positions: bool = False,
+    head: str = "linear",
+    fast_hidden: int = 0,
+    refresh: int = 0,
+    features: str = "",
+    norm: str = "",
+) -> LanguageModel:
     """The application's model with these mixers, one per block, all of about the same number of parameters.
 
     A mixer that has more than softmax attention's pays with a narrower feed-forward.
@@ -115,8 +129,16 @@ def build(names: list[str], vocab: int, *, dim: int, heads: int, conv: int = 0, 
     mixers = [mixer(n, dim, heads, conv=conv, window=window, features=features, norm=norm) for n in names]
     extra = [sum(p.numel() for p in m.parameters()) - 4 * dim * dim for m in mixers]
     hidden = (8 * dim * dim - max(0, sum(extra) // len(extra))) // (3 * dim) // 8 * 8
-    config = Config(layers=f"lstm*{len(names)}", dim=dim, heads=heads, hidden=hidden, head=head, dropout=dropout,
-                    fast_hidden=fast_hidden, refresh=refresh)  # fmt: skip
+    config = Config(
+        layers=f"lstm*{len(names)}",
+        dim=dim,
+        heads=heads,
+        hidden=hidden,
+        head=head,
+        dropout=dropout,
+        fast_hidden=fast_hidden,
+        refresh=refresh,
+    )
     model = LanguageModel(config, vocab)
     for block, m in zip(model.blocks, mixers, strict=True):
         block.mixer = m

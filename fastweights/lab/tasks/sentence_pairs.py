@@ -71,8 +71,10 @@ def _made_up(rng: random.Random) -> tuple[list[str], list[str]]:
     """An English sentence of six words and its translation."""
     noun = lambda: rng.randrange(6)  # noqa: E731
     a, verb, b, adjective = noun(), rng.randrange(4), noun(), rng.randrange(3)
-    return (["the", f"noun{a}", f"verb{verb}", "a", f"adjective{adjective}", f"noun{b}"],
-            ["das", f"wort{a}", "ein", f"eigen{adjective}", f"wort{b}", f"tun{verb}"])  # fmt: skip
+    return (
+        ["the", f"noun{a}", f"verb{verb}", "a", f"adjective{adjective}", f"noun{b}"],
+        ["das", f"wort{a}", "ein", f"eigen{adjective}", f"wort{b}", f"tun{verb}"],
+    )
 
 
 def _numbers(sentences: Any) -> dict[str, int]:
