@@ -209,7 +209,8 @@ def generate(
 
     It goes on with `--prompt`, with the document that `fastweights read` put into a memory file, or with both; without
     either it begins a document of its own. It stops at the end of that document, after `--until`, or after `--tokens`.
-    A lower temperature keeps closer to what the model finds likely, a higher one is more varied.
+    A lower temperature keeps closer to what the model finds likely, a higher one is more varied. A model that learns
+    from what it writes also learns its own mistakes; `--no-learn` helps where it repeats itself.
 
     For example: `fastweights generate runs/first --prompt "def main("`
     """
