@@ -134,7 +134,7 @@ def evaluate(
     dynamic_segment: Annotated[int, typer.Option(help="Tokens between two updates of dynamic evaluation.")] = 64,
     json: Annotated[Path | None, typer.Option(help="JSON file for all numbers; RUN/eval.json when absent.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture of the loss by position; RUN/eval.png when absent.")
+        Path | None, typer.Option(help="Picture of the loss and the memory by position; RUN/eval.png when absent.")
     ] = None,
     device: On = Device.auto,
 ) -> None:
@@ -183,7 +183,8 @@ def evaluate(
     )
     numbers = summary(texts, scores, model.tokenizer.lengths()) | dict(run=str(run))
     json, plot = json or run / "eval.json", plot or run / "eval.png"
-    report_scores(numbers, scores, texts, model.tokenizer.lengths(), json, plot)
+    memories = evaluation.memory_norms(model, texts[0])
+    report_scores(numbers, scores, texts, model.tokenizer.lengths(), json, plot, memories)
     say("Every mode was causal, normalised, scored before it learned, and read once (checked on the first document).")
 
 

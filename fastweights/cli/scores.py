@@ -1,6 +1,6 @@
 """What `eval` and `hf eval` share: a score per mode under a progress bar, then a table, a JSON file and a picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ def score_modes(
 
 
 def report_scores(
-    numbers: dict[str, Any], scores: list[Score], texts: list[Text], lengths: np.ndarray | None, json: Path, plot: Path
+    numbers: dict[str, Any],
+    scores: list[Score],
+    texts: list[Text],
+    lengths: np.ndarray | None,
+    json: Path,
+    plot: Path,
+    memories: Sequence[Any] = (),
 ) -> None:
     """Print the numbers of `summary` as a table, write them as JSON, and draw the loss by position.
 
@@ -43,8 +49,9 @@ def report_scores(
         numbers: of `summary`, and what else the JSON file shall hold.
         scores, texts, lengths: what they were made of.
         json, plot: files to write; without matplotlib there is no picture.
+        memories: curves of the memories for the picture.
     """
     report.show(numbers, Console())
     write_json(json, numbers)
-    drawn = report.plot(scores, texts, lengths, plot)
+    drawn = report.plot(scores, texts, lengths, plot, memories)
     say(f"Written to {json}" + (f" and {plot}" if drawn else " (no picture: matplotlib is not installed)"))

@@ -105,7 +105,7 @@ class View {
       this.sentence,
       make("div", { class: "scale" }, "0 bits", make("i"), `${number(d.quantiles[4], 1)} bits and more. ` +
         `Half of the tokens cost less than ${number(d.quantiles[2], 1)}.`),
-      make("p", { class: "about", id: `${id}-keys` }, "The darker a token, the less it was expected. Click one, or move with the arrow keys, " +
+      make("p", { class: "about", id: `${id}-keys` }, "The stronger its colour, the less a token was expected. Click one, or move with the arrow keys, " +
         "to see where its prediction came from (underlined) and what its write took out (outlined)."),
       make("div", { class: "look" }, this.box, this.detail),
       ...this.charts(id), ...this.table()));
@@ -261,7 +261,7 @@ class View {
     const items = found.map(({ token, share }) => make("li", {}, `${percent(share)} `,
       make("button", { type: "button", onclick: () => { this.select(token); this.box.focus(); },
         "aria-label": `Go to token ${whole(token)}, ${percent(share)}` }, this.snippet(token)),
-      token === this.token ? ` ${own}` : ` ${whole(this.token - token)} tokens before`));
+      token === this.token ? ` ${own}` : ` ${whole(this.token - token)} token${this.token - token === 1 ? "" : "s"} before`));
     if (earlier > 2) items.push(make("li", {}, `${percent(earlier)} from text before the window that is kept`));
     return items.length ? make("ol", {}, ...items) : make("p", {}, "Nothing.");
   }
@@ -291,7 +291,7 @@ class View {
         make("h3", {}, "Where its read came from"), this.list(reads, "its own write"),
         make("h3", {}, "What its write took out"), this.list(takes, "itself"),
         make("p", { class: "about" }, `It wrote at a rate of ${number(a[`beta.${i}`][t] / 127.5)}; its value was ` +
-          `${number(a[`error.${i}`][t] / 127.5)} of its own size away from what its key retrieved (cosine ${number(a[`cosine.${i}`][t] / 127.5 - 1)}). ` +
+          `${a[`error.${i}`][t] === 255 ? "2 or more" : number(a[`error.${i}`][t] / 127.5)} times its own size away from what its key retrieved (cosine ${number(a[`cosine.${i}`][t] / 127.5 - 1)}). ` +
           "Shares are means over heads, of the sizes of all parts."));
     }
     this.detail.replaceChildren(...parts);

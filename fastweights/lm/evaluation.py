@@ -24,6 +24,9 @@ from fastweights.models.memory import Memory
 from fastweights.text.scores import Score, Text
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.devices import watch_memory
+from fastweights.torch.nn import FastWeightAttention
+from fastweights.torch.probe_figures import short_names
+from fastweights.torch.probes import probe
 from fastweights.torch.tree import tensor_bytes
 
 SEGMENT = 1024
@@ -141,3 +144,21 @@ def carried(
                 loss, kept = cache.score(x, part[:, 1:], loss, kept)
             losses.append(loss[0])
     return torch.cat(losses), state, kept
+
+
+@torch.no_grad()
+def memory_norms(
+    model: LanguageModel, text: Text, limit: int = 16 * SEGMENT
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """How much the memories hold along the first `limit` tokens of a text: (name, bytes read, mean norm over heads).
+
+    One curve per block that has a memory; none for a model without.
+    """
+    if not any(isinstance(m, FastWeightAttention) for m in model.modules()):
+        return []
+    row = row_of(model, text)[:, : limit + 1]
+    with probe(model, every=64) as seen:
+        carried(model, row, model.init_state(1), learn=False)
+    ends = np.cumsum(text.widths(model.tokenizer.lengths()))
+    names = short_names(seen.memories)
+    return [(names[r.name], ends[r.at - 1], r.norm[0].mean(-1)) for r in seen.memories]

@@ -4,6 +4,7 @@ What goes in are the numbers of `scores.summary`; the same names, colours and or
 package and for those of Hugging Face.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +64,41 @@ def positions(found: dict[str, Any]) -> Table:
     return table
 
 
-def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path) -> bool:
-    """Draw bits per byte against position in the document, a curve per mode; False when matplotlib is not installed."""
+def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path, memories: Sequence[Any] = ()) -> bool:
+    """Draw bits per byte against position in the document, a curve per mode; False when matplotlib is not installed.
+
+    memories: curves (name, x in bytes, y) of the norm of the memories, drawn below: what a probe recorded.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(8, 4), dpi=144, layout="constrained")
+    rows = 2 if memories else 1
+    figure = Figure(figsize=(8, 2 + 2 * rows), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *below = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=[3, 2][:rows])[:, 0]
     for score in scores:
         x, y = curve(score, texts, lengths)
         axes.plot(x, y, label=LABELS[score.mode], color=COLOURS[score.mode], linewidth=2)
     # Documents differ in length by orders of magnitude, so positions are on a logarithmic axis.
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
-    axes.set_xlabel("position in the document (bytes)")
     axes.set_ylabel("bits per byte")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    for name, x, y in memories:
+        below[0].plot(x, y, linewidth=1.2, label=f"memory, {name}")
+    for under in below:
+        under.set_ylabel("norm of the memory")
+        under.set_ylim(bottom=0)
+    for each in (axes, *below):
+        each.grid(alpha=0.25)
+        each.spines[["top", "right"]].set_visible(False)
+    (axes, *below)[-1].set_xlabel("position in the document (bytes)")
     figure.legend(frameon=False, loc="outside right center")  # nowhere near the curves
     axes.set_title(
-        f"{len(texts)} held-out documents, {sum(len(t.data) for t in texts):,} bytes", loc="left", fontsize=10
+        f"{len(texts)} held-out document{'s' * (len(texts) != 1)}, {sum(len(t.data) for t in texts):,} bytes",
+        loc="left",
+        fontsize=10,
     )
     with replacing(path) as temporary:
         figure.savefig(temporary)

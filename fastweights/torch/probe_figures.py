@@ -25,6 +25,8 @@ MAPS = {
 LAYERS = {"losses": "loss (nats per token, mean of 64)", "steps": "norm of a step"}
 KINDS = (*CURVES, *MAPS, *LAYERS)
 BACKENDS = ("matplotlib", "plotly")
+COLOURS = ("#2f6fde", "#e4572e", "#17a398", "#b565c9", "#c28a00", "#4f9d3a", "#d6457f", "#7a828f")  # of records
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")  # of heads
 SMOOTH = 64  # tokens that a curve of losses is averaged over
 
 
@@ -35,11 +37,14 @@ class Curve(NamedTuple):
         name: in the legend.
         x: (n,) positions in tokens.
         y: (n,) values.
+        group, member: the record and the head, which decide colour and dashes.
     """
 
     name: str
     x: np.ndarray
     y: np.ndarray
+    group: int = 0
+    member: int = 0
 
 
 class Map(NamedTuple):
@@ -65,7 +70,11 @@ def curves(probe: Any, kind: str, points: int = 100_000) -> list[Curve]:
     if kind in CURVES:
         names = short_names(probe.memories)
         found = [(r, getattr(r, CURVES[kind][0]).mean(0)) for r in probe.memories]
-        return [_thin(f"{names[r.name]} head {h}", r.at, y[:, h], points) for r, y in found for h in range(y.shape[1])]
+        return [
+            _thin(f"{names[r.name]} head {h}", r.at, y[:, h], points)._replace(group=i, member=h)
+            for i, (r, y) in enumerate(found)
+            for h in range(y.shape[1])
+        ]
     lines = []
     for r in probe.layers:
         if kind == "steps":
@@ -73,7 +82,7 @@ def curves(probe: Any, kind: str, points: int = 100_000) -> list[Curve]:
             continue
         for label, loss in (("trained weights", r.slow_loss), ("as it learns", r.loss)):
             x, y = _means(loss.mean(0), max(1, min(points, loss.shape[1] // SMOOTH)))
-            lines.append(Curve(f"{r.name}, {label}", x, y))
+            lines.append(Curve(f"{r.name}, {label}", x, y, group=len(lines)))
     return lines
 
 
@@ -134,7 +143,10 @@ def plotly_curves(lines: list[Curve], title: str) -> Any:
     """A Plotly figure of lines over the position in the text."""
     import plotly.graph_objects as go
 
-    made = go.Figure([go.Scatter(x=c.x, y=c.y.astype(np.float32), name=c.name, mode="lines") for c in lines])
+    made = go.Figure()
+    for c in lines:
+        style = dict(color=COLOURS[c.group % len(COLOURS)], dash=DASHES[c.member % len(DASHES)], width=1.6)
+        made.add_trace(go.Scatter(x=c.x, y=c.y.astype(np.float32), name=c.name, mode="lines", line=style))
     return made.update_layout(xaxis_title="token", yaxis_title=title, margin=dict(l=60, r=10, t=10, b=40))
 
 
@@ -163,7 +175,8 @@ def _matplotlib(shown, title):
         made.colorbar(image, label=title)
     else:
         for c in shown:
-            axes.plot(c.x, c.y, label=c.name, linewidth=1)
+            style = dict(color=COLOURS[c.group % len(COLOURS)], linestyle=("-", "--", ":", "-.")[c.member % 4])
+            axes.plot(c.x, c.y, label=c.name, linewidth=1, **style)
         axes.set_ylabel(title)
         if len(shown) > 1:
             made.legend(frameon=False, fontsize=7, loc="outside right center")

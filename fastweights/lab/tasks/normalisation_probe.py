@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastweights.core import Inputs, Spec
 from fastweights.lab.tasks.key_value_retrieval import Model, effective
-from fastweights.torch import fast_weight
+from fastweights.torch import fast_weight, probe
+from fastweights.torch.measures import measure
 
 SCORES = ("loss", "cosine", "size", "retrieved", "memory", "z", "gain", "highest_gain")
 
@@ -33,18 +35,17 @@ class Probe(Model):
         mean = lambda x: (x * occurs).sum((0, 1)) / count  # noqa: E731
         raw, beta = self.written(keys, values)
         k, beta, total = effective(self.norm, self.features, raw, beta)
-        before, _ = fast_weight(k, k, self.eye[values], beta=beta, read="before", method="chunked")
-        gain = beta * k.square().sum(-1)
+        seen = measure(Inputs(k, k, self.eye[values], beta), Spec(), k.shape[1])
         size = y.norm(dim=-1)
         return torch.stack([
             (0.5 * (y - v).square().sum(-1) * occurs).sum(1).div(occurs.sum(1)).mean(0),
             mean((y * v).sum(-1) / size.clamp(min=1e-30)),
             mean(size),
-            before.norm(dim=-1).mean((0, 1)),
-            memory.flatten(2).norm(dim=-1).mean(0),
+            seen.writes.retrieved.mean((0, 1)),
+            seen.marks.norm[:, -1].mean(0),
             total.norm(dim=-1).mean(0),
-            gain.mean((0, 1)),
-            gain.amax((0, 1)),
+            seen.writes.gain.mean((0, 1)),
+            seen.writes.gain.amax((0, 1)),
         ], 1)  # fmt: skip
 
     def written(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,14 +74,16 @@ class Probe(Model):
             k, rate, z = effective(self.norm, self.features, raw[:, here], beta[:, here], z=z)
             if product is None:
                 product = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(1, k.shape[2], -1, -1)
-            before, memory = fast_weight(k, k, v[:, here], beta=rate, state=memory, read="before")
+            seen = measure(Inputs(k, k, v[:, here], rate, state=memory), Spec(), part)
+            memory = seen.state
             _, product = fast_weight(k[:1], k[:1], torch.zeros_like(k[:1]), beta=rate[:1], state=product)
-            gain = (rate * k.square().sum(-1)).flatten()
+            gain = seen.writes.gain.flatten()
             shares = torch.tensor([0.05, 0.5, 0.95], dtype=gain.dtype, device=gain.device)
             low, middle, high = torch.quantile(gain, shares)
             growth = torch.linalg.matrix_norm(product.cpu(), 2).mean() if product.isfinite().all() else math.inf
-            numbers = dict(memory=memory.flatten(2).norm(dim=-1).mean(), z=z.norm(dim=-1).mean(), growth=growth,
-                           retrieved=before.norm(dim=-1).mean(), low_gain=low, gain=middle, high_gain=high)  # fmt: skip
+            numbers = dict(memory=seen.marks.norm[:, -1].mean(), retrieved=seen.writes.retrieved.mean(),
+                           z=z.norm(dim=-1).mean(), growth=growth, low_gain=low, gain=middle,
+                           high_gain=high)  # fmt: skip
             found.append(dict(position=(n + 1) * part, **{name: float(x) for name, x in numbers.items()}))
         return found
 
@@ -135,9 +138,10 @@ def language(arm: dict, *, device: str, report: Any) -> list[dict]:
     with torch.no_grad(), autocast(device):
         for n in range(segments):
             here = slice(n * T, (n + 1) * T)
-            scores = model.score(rows[:, here], labels[:, here], state)
+            with probe(model, every=T) as seen:
+                scores = model.score(rows[:, here], labels[:, here], state)
             state = State(scores.state.blocks, None)
-            memory = [block.memory.flatten(2).norm(dim=-1).mean() for block in state.blocks]
+            memory = [record.norm[:, -1].mean() for record in seen.memories]
             z = [block.z.norm(dim=-1).mean() for block in state.blocks if block.z is not None]
             found.append(dict(phase="position", position=(n + 1) * T, loss=float(scores.loss.mean()) / math.log(2),
                               memory=float(sum(memory)) / len(memory),
