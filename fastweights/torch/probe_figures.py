@@ -175,8 +175,8 @@ def _matplotlib(shown, title):
         made.colorbar(image, label=title)
     else:
         for c in shown:
-            style = dict(color=COLOURS[c.group % len(COLOURS)], linestyle=("-", "--", ":", "-.")[c.member % 4])
-            axes.plot(c.x, c.y, label=c.name, linewidth=1, **style)
+            colour, dash = COLOURS[c.group % len(COLOURS)], ("-", "--", ":", "-.")[c.member % 4]
+            axes.plot(c.x, c.y, label=c.name, linewidth=1, color=colour, linestyle=dash)
         axes.set_ylabel(title)
         if len(shown) > 1:
             made.legend(frameon=False, fontsize=7, loc="outside right center")
