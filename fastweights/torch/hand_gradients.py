@@ -57,6 +57,14 @@ class Unit(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative: `inverse` as a function of x
             inverse = torch.rsqrt((x * x).sum(-1, keepdim=True) + ctx.eps) * ctx.scale
             y = x * inverse
+        elif y.is_cpu and not is_watched():  # some rows at a time, which stay in cache
+            dx = torch.empty_like(y, memory_format=torch.contiguous_format)
+            parts = [z.reshape(-1, z.shape[-1]) for z in (dx, dy, y, inverse)]
+            for rows in _in_cache(parts[0]):
+                to, up, of, scaled = (z[rows] for z in parts)
+                along = (up * of).sum(-1, keepdim=True)
+                torch.addcmul(up, of, along, value=-(ctx.scale**-2), out=to).mul_(scaled)
+            return dx, None, None
         along = (dy * y).sum(-1, keepdim=True)
         return torch.addcmul(dy, y, along, value=-(ctx.scale**-2)) * inverse, None, None
 
