@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(config, items):
     kept.update(item for grid in grids.values() for item in covering(grid))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_configure(config):

@@ -15,6 +15,7 @@ LONGEST = [f for f in FILES if f.stem == "test_kernels"]
 
 
 @elsewhere
+@pytest.mark.long
 @pytest.mark.parametrize("files", [LONGEST, [f for f in FILES if f not in LONGEST]], ids=["memory", "others"])
 def test_everything_in_the_interpreter(files):
     run_in_the_interpreter(*files)

@@ -23,6 +23,7 @@ ROOMS += [f"fwl_{name}" for name in ("frameworks", "refresh_frameworks", "errors
 OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tensorflow", "jax", "torch"])
 def test_backend(pytestconfig, name):
     """All that is said of Keras anywhere, and the examples in its docstrings."""
