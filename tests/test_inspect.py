@@ -268,6 +268,54 @@ def test_models_of_hugging_face(place, inspect):
     assert [m["name"] for m in theirs["memories"]] == ["block 0", "block 1"]
 
 
+def save_model(folder, config):
+    """A Hugging Face model with untrained weights that reads bytes."""
+    from transformers import AutoModelForCausalLM
+
+    from fastweights.hf.export import tokenizer_of
+    from fastweights.text.tokenizer import Bytes
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    tokenizer_of(Bytes()).save_pretrained(folder)
+    return model
+
+
+def test_models_of_others(place, inspect):
+    """transformers' own hybrid model is probed as ours are; any model with a head shows what the head learned."""
+    transformers = pytest.importorskip("transformers")
+    from fastweights.hf.attach import attach, save_attached
+
+    sizes = dict(vocab_size=260, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=2)  # fmt: skip
+    hybrid = transformers.Qwen3NextConfig(
+        **sizes, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=1, linear_num_value_heads=2, head_dim=16, num_experts=0, mlp_only_layers=[0, 1],
+    )  # fmt: skip
+    model = save_model(place / "hybrid", hybrid)
+    code, _, err = inspect("hybrid", "text.txt", "--hf", "-o", "hybrid.html", "--limit", 100, "--window", 100)
+    assert code == 0, err
+    (found,) = blocks_of(place / "hybrid.html")
+    assert [(m["name"], m["rule"], m["heads"]) for m in found["memories"]] == [("block 0", "delta", 2)]
+    row = torch.tensor([[256, *TEXT.encode()[:100]]])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(row[:, :-1]).logits[0], row[0, 1:])
+    assert found["modes"][0]["bits"] == pytest.approx(float(loss) / np.log(2), rel=1e-3)
+
+    plain = save_model(place / "plain", transformers.LlamaConfig(**sizes))
+    code, _, err = inspect("plain", "text.txt", "--hf")
+    assert code == 2
+    assert "LlamaForCausalLM has no layer that computes a gated delta rule" in err.replace("\n", " ")
+    attach(plain, 16, refresh=16, step_size=0.05)
+    save_attached(plain, place / "plain.head")
+    code, _, err = inspect("plain", "text.txt", "--hf", "--head", "plain.head", "-o", "head.html", "--limit", 200)
+    assert code == 0, err
+    (found,) = blocks_of(place / "head.html")
+    assert [m["key"] for m in found["modes"]] == ["static", "fast"]
+    assert found["memories"] == []
+
+
 def test_errors_say_what_is_wrong(place, inspect):
     make_run(place / "lstm", layers="lstm", head="linear")
     make_run(place / "newer")

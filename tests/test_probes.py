@@ -148,6 +148,15 @@ def test_steps_of_a_fast_weight_layer_are_the_changes_of_its_weights(how):
     assert_close(p["fast"].slow_loss, block.slow_loss(x, labels).detach().numpy())
 
 
+@pytest.mark.parametrize("preset", ["delta-attention-norm", "linear-transformer"])
+def test_the_normaliser_is_no_part_of_the_memory(preset):
+    layer = fw.FastWeightAttention.preset(preset, 16, heads=2)
+    with torch.no_grad(), fw.probe(layer, every=5) as p:
+        _, state = layer(torch.randn(2, 10, 16))
+    assert p["memory"].beta.shape == (2, 10, 2)
+    assert_close(p["memory"].norm[:, -1], state.memory.flatten(2).norm(dim=-1).numpy(), 1e-5)
+
+
 def test_a_kept_call_says_where_reads_came_from(model):
     layer = model.blocks[0].mixer.layer
     x = torch.randn(1, 24, 32)
