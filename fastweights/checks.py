@@ -191,6 +191,7 @@ def _watching(model):
 
 @contextmanager
 def _watch_torch(model):
+    """Scan what every module is given and returns, by forward hooks; they go when the block ends."""
     handles = []
     for name, module in model.named_modules():
         given = lambda m, args, kwargs, n=name: scan_layer(n, m, (args, kwargs), "was given")  # noqa: E731
@@ -205,6 +206,7 @@ def _watch_torch(model):
 
 @contextmanager
 def _watch_keras(model):
+    """Scan what every layer is given and returns: its `call` is wrapped until the block ends."""
     layers = list(model._flatten_layers())
     for layer in layers:
 
@@ -224,6 +226,7 @@ def _watch_keras(model):
 
 @contextmanager
 def _watch_flax(model):
+    """Scan what every module is given and returns, by Flax's own interception of methods."""
     from flax import linen
 
     def scan(call, args, kwargs, context):

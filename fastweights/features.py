@@ -140,14 +140,17 @@ def parse_fixed(name):
 
 
 def _identity(x, xp, nn, size):
+    """phi(x) = x."""
     return x
 
 
 def _relu(x, xp, nn, size):
+    """phi(x) = max(x, 0)."""
     return nn.relu(x)
 
 
 def _silu(x, xp, nn, size):
+    """phi(x) = x sigmoid(x)."""
     return nn.silu(x)
 
 

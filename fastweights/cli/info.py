@@ -71,7 +71,10 @@ def _speed() -> dict[str, str]:
 
 
 def _choices() -> dict[str, tuple[str, str]]:
-    """(the method "auto" stands for in PyTorch, why) per device and kind of call."""
+    """(the method "auto" stands for in PyTorch, why) per device and kind of call.
+
+    Small empty tensors stand for the calls: a choice looks at shapes, types and devices alone.
+    """
     import torch
 
     from fastweights.core import Inputs, Spec

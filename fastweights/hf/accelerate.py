@@ -44,9 +44,11 @@ class Accelerated:
             layer.__dict__.pop("forward", None)
 
     def __enter__(self) -> "Accelerated":
+        """The layers are changed already; this lets `with` put them back."""
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """Put the layers back as they were."""
         self.undo()
 
 

@@ -210,12 +210,15 @@ class HeadMemory(Rows):
     keys = values = None
 
     def get_seq_length(self) -> int:
+        """0: it holds no keys of tokens, so it adds nothing to the length of the text."""
         return 0
 
     def get_max_length(self) -> int:
+        """-1: it has room for a text of any length."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As many columns as there are new tokens: nothing before them is attended to."""
         return query_length, 0
 
     def offload(self) -> None:

@@ -50,6 +50,7 @@ class Split:
     bytes: np.ndarray
 
     def __len__(self) -> int:
+        """Number of documents."""
         return len(self.names)
 
     def document(self, i: int) -> np.ndarray:
@@ -122,7 +123,15 @@ def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = Non
 
 
 def _encode(data: str, tokens: str, folder: Path) -> None:
-    """Encode a corpus into a folder, which appears when it is complete; two processes may do so at once."""
+    """Encode a corpus into a folder, which appears when it is complete; two processes may do so at once.
+
+    The tokenizer is trained on the training documents alone: what is held out must not shape it.
+
+    Args:
+        data: as `corpus.documents` takes it.
+        tokens: "bytes", "bpe:SIZE" or a tokenizer.json.
+        folder: to make.
+    """
     parts = corpus.split(list(corpus.documents(data)), data)
     with_tokens = tokenizer.make(tokens, (d.data for d in parts["train"]))
     try:
@@ -168,7 +177,15 @@ def open_folder(folder: Path) -> Corpus:
 
 
 def _open(path: Path, about: dict[str, Any]) -> Split:
-    """A split, whose tokens are read; those of a large one stay on the disk."""
+    """A split, whose tokens are read; those of a large one stay on the disk.
+
+    Args:
+        path: of the tokens.
+        about: what the index says of this split: type, offsets of documents, their names, sizes and checksum.
+
+    Raises:
+        FastWeightError: its size or checksum is not what the index says.
+    """
     dtype, at, sizes = str(about["dtype"]), np.array(about["at"], np.int64), np.array(about["bytes"], np.int64)
     names = [str(name) for name in about["names"]]
     if dtype not in ("uint16", "uint32") or at.ndim != 1 or at[0] != 0 or (np.diff(at) < 0).any():
@@ -220,7 +237,10 @@ class Batches:
         return step % self.per_epoch == 0
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The order of documents, where each ends in it, and the order of windows unless they are carried."""
+        """The order of documents, where each ends in it, and the order of windows unless they are carried.
+
+        Drawn from the seed and the number of the epoch, so that a run which goes on draws what it would have drawn.
+        """
         if epoch not in self.known:
             rng = np.random.default_rng([self.seed, epoch])
             order = rng.permutation(len(self.split))
@@ -230,6 +250,7 @@ class Batches:
         return self.known[epoch]
 
     def __getitem__(self, step: int) -> np.ndarray:
+        """The batch of a step, (rows, length + 1): inputs are all but the last column, labels all but the first."""
         epoch, within = divmod(step, self.per_epoch)
         order, ends, shuffled = self._epoch(epoch)
         if shuffled is None:
@@ -259,6 +280,7 @@ class Ahead:
         self.next: tuple[int, Future] | None = None
 
     def __call__(self, step: int) -> Any:
+        """What was made for this step, or make it now; then start on the next one."""
         here = self.next is not None and self.next[0] == step
         found = self.next[1].result() if self.next is not None and here else self.make(step)
         self.next = step + 1, self.pool.submit(self.make, step + 1)

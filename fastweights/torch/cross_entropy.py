@@ -117,12 +117,14 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def forward(n, words, c, labels, want_r):
+        """Losses and, where wanted, r = softmax(z) words - words[label], block by block of the vocabulary."""
         ones = torch.ones(labels.shape, dtype=accumulation_dtype(n), device=n.device)
         log_sum, r, _, _ = score(n, words, c, labels, ones, gradient=want_r, learn=False)
         return losses(n, words, c, labels, log_sum), n.new_empty(0) if r is None else r, log_sum
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the inputs, r and log sum exp z: with it the logits of a block can be made again one block at a time."""
         n, words, c, labels, ctx.want_r = inputs
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
@@ -131,6 +133,7 @@ class Head(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss, dr, _):
+        """Gradients of n, words and c from those of the losses and of r."""
         n, words, c, labels, r, log_sum = ctx.saved_tensors
         dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
         dn = score_backward(n, words, c, labels, log_sum, r, dloss, dr, dwords, dc)

@@ -221,6 +221,7 @@ class DynamicEvaluation:
         return cls(model, **(PRESETS[name] | changes))
 
     def __enter__(self) -> "DynamicEvaluation":
+        """Remember the weights as they are; from here on those that were named learn, and no others have gradients."""
         self._training = self.model.training
         self._asked = [p.requires_grad for p in self.model.parameters()]
         self._trained = {n: p.detach().clone() for n, p in self.named.items()}
@@ -233,6 +234,7 @@ class DynamicEvaluation:
         return self
 
     def __exit__(self, *failure) -> None:
+        """Put the weights back as they were, and whether they have gradients."""
         with torch.no_grad():
             for n, p in self.named.items():
                 p.copy_(self._trained[n])

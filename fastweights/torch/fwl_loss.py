@@ -87,6 +87,10 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype,
                 config):  # fmt: skip
+        """The mean fast loss of a batch, and all that its gradient needs.
+
+        x is packed to whole chunks; E and c are the output embedding; share is each token's weight over the normalizer.
+        """
         wide = accumulation_dtype(dtype)
         (T, D), learn = x.shape[1:], any(ctx.needs_input_grad)
         passes = passes_for(x, dtype)
@@ -132,6 +136,7 @@ class Loss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
+        """Gradients of x and of all parameters, scaled by dloss."""
         with torch.autocast(dloss.device.type, enabled=False):
             return _backward(ctx, dloss)
 

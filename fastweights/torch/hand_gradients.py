@@ -41,18 +41,21 @@ class Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(x, eps, scale):
+        """(y, 1 / sqrt(...)): two passes over x."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = torch.rsqrt(length * length + eps) * scale
         return x * inverse, inverse
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep x, y and the inverse length; the latter is no output that can be differentiated."""
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(inputs[0], *output)
         ctx.eps, ctx.scale = inputs[1:]
 
     @staticmethod
     def backward(ctx, dy, _):
+        """The part of dy along y goes, since y cannot change its length; the rest is scaled as x was."""
         x, y, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative: `inverse` as a function of x
             inverse = torch.rsqrt((x * x).sum(-1, keepdim=True) + ctx.eps) * ctx.scale
@@ -70,7 +73,12 @@ class Unit(torch.autograd.Function):
 
 
 def unit(x: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
-    """scale x / sqrt(sum x^2 + eps) over the last axis."""
+    """scale x / sqrt(sum x^2 + eps) over the last axis.
+
+    Examples:
+        >>> unit(torch.tensor([3.0, 4.0]), 0.0)
+        tensor([0.6000, 0.8000])
+    """
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return x * (torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) * scale)
     learning = (x.requires_grad and torch.is_grad_enabled()) or is_watched()
@@ -78,7 +86,12 @@ def unit(x: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean x^2 + eps) * weight over the last axis, in the dtype of x, computed in float32 or wider."""
+    """x / sqrt(mean x^2 + eps) * weight over the last axis, in the dtype of x, computed in float32 or wider.
+
+    Examples:
+        >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), 0.0)
+        tensor([0.8485, 1.1314])
+    """
     if x.is_cuda and not is_watched():  # there torch has it in one launch
         return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
     width = x.shape[-1]
@@ -94,6 +107,7 @@ class GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x, gate, weight, eps, activation):
+        """(y, 1 / rms), a few rows at a time, each operation in place."""
         y, inverse = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
         for rows in _in_cache(x):
             length = torch.linalg.vector_norm(x[rows], dim=-1, keepdim=True)
@@ -104,12 +118,18 @@ class GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep x, gate, weight and 1 / rms: the normalised rows are cheaper to make again than to read."""
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*inputs[:3], output[1])
         ctx.eps, ctx.activation = inputs[3:]
 
     @staticmethod
     def backward(ctx, dy, _):
+        """Gradients of x, gate and weight, a few rows at a time.
+
+        With u = x / rms and g = dy act(gate) weight: dx = (g - u mean(g u)) / rms, the weight's is the sum over rows of
+        dy act(gate) u, and the gate's is dy u weight times the slope of the activation.
+        """
         x, gate, weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative
             y = _gated_norm(x, gate, weight, ctx.eps, ctx.activation)
@@ -129,6 +149,7 @@ class GatedNorm(torch.autograd.Function):
 
 
 def _sigmoid_backward(dy, x):
+    """The gradient of x from that of sigmoid(x), which is computed again."""
     y = x.sigmoid()
     return torch.ops.aten.sigmoid_backward(dy, y)
 
@@ -177,6 +198,7 @@ class Depthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight):
+        """y (B, T, channels), tap by tap into the same tensor."""
         T = x.shape[1] - len(weight) + 1
         y = x.new_empty(x.shape[0], T, x.shape[2])
         for a, b in _tokens_in_cache(y):
@@ -187,10 +209,14 @@ class Depthwise(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the input and the weight."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, dy):
+        """dx is a convolution of dy with the taps in reverse order; the weight's gradient is a sum over tokens for
+        each tap.
+        """
         x, weight = ctx.saved_tensors
         W, T = len(weight), dy.shape[1]
         around = functional.pad(dy, (0, 0, W - 1, W - 1))
@@ -212,7 +238,13 @@ def _tokens_in_cache(x):
 
 
 def depthwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (B, T + W - 1, channels) convolved along its second axis with weight (W, channels): (B, T, channels)."""
+    """x (B, T + W - 1, channels) convolved along its second axis with weight (W, channels): (B, T, channels).
+
+    Examples:
+        >>> x = torch.tensor([1.0, 2.0, 3.0]).reshape(1, 3, 1)
+        >>> depthwise(x, torch.tensor([[1.0], [10.0]])).flatten()     # x[t - 1] + 10 x[t]
+        tensor([21., 32.])
+    """
     W, T = len(weight), x.shape[1] - len(weight) + 1
     if is_watched() or torch.onnx.is_in_onnx_export():
         return torch.stack([weight[j] * x[:, j : j + T] for j in range(W)]).sum(0)
@@ -263,6 +295,7 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
 
 
 def _packed(x, weight, before, cu_seqlens):
+    """`convolve` for sequences packed into one row, by its kernels; None where these cannot run."""
     if not (x.is_cuda and HAS_TRITON) or is_transformed():
         return None
     from fastweights.torch.kernels import packed_convolution

@@ -43,6 +43,13 @@ def read(
 
     learned: the first three of a RefreshState;  tokens: x (N, L, D), labels and shares (N, L);  words (V, size) and
     c (V,): the output embedding, in the dtype of the products.
+
+    Args:
+        config: of the layer.
+        p: its parameters by name.
+        calls: chunks in order: rows a to b, tokens c to d, and whether the chunk is full (`close`), in which case it is
+            learned from.
+        score: whether the tokens of a chunk that is not full get losses too.
     """
     x, labels, shares = tokens
     C = config.refresh
@@ -96,6 +103,12 @@ def step(
 
     full: whether C tokens wait in every sequence, which are then learned first; else fewer do. Which place the new
     token takes is read from the state on the device, so that two CUDA graphs, one of each kind, make any stream.
+
+    Args:
+        config: of the layer.
+        p: its parameters by name.
+        x: the new token's input.
+        state: with the tokens that wait to be learned from.
     """
     C = config.refresh
     assert C is not None
@@ -140,6 +153,10 @@ def losses(
 
     On a GPU up to GROUP closed chunks at a time are one CUDA graph, which reads the trained weights where they are.
     read: another function of the same arguments and results, for another way to read a chunk.
+
+    Args:
+        config, p, learned, tokens, words, c: as `read` takes them.
+        calls: closed chunks first, then what is left over.
     """
     C, parts = config.refresh, []
     assert C is not None
@@ -177,7 +194,10 @@ def _forward(config, W, x):
 
 
 def _backward(config, W, r, y, xhat, mean, rstd, dn):
-    """Per token: half of the gradient at h, whose square has the slope 2 relu(h); those at y, of scale and of shift."""
+    """Per token: half of the gradient at h, whose square has the slope 2 relu(h); those at y, of scale and of shift.
+
+    Each token's gradient is cut to a length of config.clip at every layer, where that is set.
+    """
     layer_norm = torch.ops.aten.native_layer_norm_backward
     dy = layer_norm(dn * W.scale, y, (config.size,), mean, rstd, None, None, (True, False, False))[0]
     dh = torch.bmm(dy, W.dense2.mT).mul_(r)

@@ -189,6 +189,7 @@ class FastWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(name, spec, layout, *arrays):
+        """(o, state, *saved) by the operator, or by the method's own function where nobody looks on."""
         if operator := _operator(name, "forward", *arrays):
             return tuple(operator(list(arrays), spec, layout))
         o, state, saved = ADDED[name].method.forward(Inputs(*arrays), of_text(spec), layout)
@@ -196,6 +197,7 @@ class FastWeight(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the inputs and what the method saved for its backward pass, which no caller may differentiate."""
         ctx.name, ctx.spec, _, *arrays = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -203,6 +205,11 @@ class FastWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dstate, *_):
+        """Gradients of the arrays of Inputs, None for those that were absent.
+
+        Three ways, as in `run`: a function that can be differentiated once more, where second derivatives are asked
+        for; the operator, where someone looks on; else the method's own function.
+        """
         tensors = ctx.saved_tensors
         arrays, saved = tensors[:GIVEN], list(tensors[GIVEN:])
         do = torch.zeros_like(arrays[2]) if do is None else do
@@ -220,6 +227,7 @@ class FastWeight(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, name, spec, layout, *arrays):
+        """The mapped axis joins the batch. Nothing is saved: that would mix the mapped axis with the batch."""
         call = lambda *x: FastWeight.apply(name, spec, 0, *x)  # noqa: E731 - what is saved mixes batch and steps
         return _fold(call, info.batch_size, in_dims[3:], arrays)
 
@@ -229,15 +237,18 @@ class FastWeightBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(name, spec, saved, do, dstate, *arrays):
+        """The method's gradients, by its operator."""
         return tuple(ADDED[name].backward(do, dstate, list(arrays), saved, spec))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep what the plain form is computed from: the upstream gradients and the inputs."""
         _, ctx.spec, _, *tensors = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx, *second):
+        """Gradients of the gradients: those of the plain form, recomputed under autograd."""
         do, dstate, *arrays, cu_seqlens = ctx.saved_tensors
         wanted = [i for i, x in enumerate(arrays) if x is not None]
         # The first gradient once more, of the plain form, so that autograd can differentiate it.

@@ -94,6 +94,7 @@ def short_names(records: list[Any]) -> dict[str, str]:
 
 
 def _thin(name, at, y, points):
+    """A curve of at most `points` points, each the mean of its stretch."""
     if len(y) <= points:
         return Curve(name, at, y)
     return Curve(name, _means(at, points)[1], _means(np.nan_to_num(y, posinf=np.nan, nan=0.0), points)[1])

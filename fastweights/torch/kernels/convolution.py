@@ -206,12 +206,14 @@ class Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, before):
+        """(y, last) by the kernels; the inputs are kept."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, before)
         return forward(x, weight, before)
 
     @staticmethod
     def backward(ctx, dy, dlast):
+        """Gradients by the kernels; by differentiable operators where a second derivative is asked for."""
         x, weight, before = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives
             with torch.enable_grad():

@@ -29,7 +29,12 @@ def _half(x, at, m, inside, D: tl.constexpr):
 
 @triton.jit
 def activate(value, inside, KIND: tl.constexpr):
-    """An elementwise feature map of numbers, zero outside."""
+    """An elementwise feature map of numbers, zero outside.
+
+    KIND        0 identity, 1 ReLU, 2 SiLU, 3 ELU+1; `inside` is False for features beyond the row's width, which
+    ELU+1
+                would otherwise turn into ones
+    """
     if KIND == 1:
         value = tl.maximum(value, 0.0)
     elif KIND == 2:
@@ -54,7 +59,10 @@ def slope(g, value, phi, KIND: tl.constexpr):
 
 @triton.jit
 def scale(phi, NORM: tl.constexpr, EPS: tl.constexpr):
-    """What a row [R, W] of features is multiplied by."""
+    """What a row [R, W] of features is multiplied by.
+
+    1 / sum |phi| for the sum norm, 1 / sqrt(sum phi^2) for the L2 norm; EPS keeps rows of zeros finite.
+    """
     if NORM == 1:
         return 1.0 / (tl.sum(tl.abs(phi), 1) + EPS)
     else:
@@ -240,15 +248,20 @@ class Features(torch.autograd.Function):
 
     @staticmethod
     def forward(x, kind, size, norm):
+        """The features, by the operator."""
         return features_op(x, kind, size, norm)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep x: features are made again from it."""
         x, *ctx.how = inputs
         ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx, dy):
+        """The gradient of x, by the operator; under autograd, where a second derivative is asked for, by PyTorch's
+        own operators.
+        """
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # second derivatives
             with torch.enable_grad():
@@ -259,6 +272,7 @@ class Features(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, x, *how):
+        """A mapped axis is one more axis before the last, which the kernels go over anyway."""
         return Features.apply(x.movedim(in_dims[0], 0), *how), 0  # a row is the last axis alone
 
 

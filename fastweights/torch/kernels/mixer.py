@@ -125,6 +125,7 @@ class _Plans(NamedTuple):
 
     @property
     def spec(self):
+        """What the memory computes in this layer."""
         return spec_of(self.config)
 
     @property
@@ -304,6 +305,7 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, config, *given):
+        """Run the plan of the forward pass and keep what its backward pass needs."""
         y, memory, last, *saved = forward(config, Given(*given), save=True)
         ctx.config = config
         ctx.set_materialize_grads(False)
@@ -312,6 +314,7 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dmemory, dlast):
+        """Run the plan of the backward pass; by plain operators where a second derivative is asked for."""
         tensors = ctx.saved_tensors
         given, saved = Given(*tensors[:GIVEN]), tensors[GIVEN:]
         if torch.is_grad_enabled():

@@ -29,12 +29,16 @@ def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
 
 
 def _run(given, text, save):
+    """The operator fastweights::mix: the plan of the forward pass, without the results that this layer has not."""
     given = Given(*(None if x is None else aligned(x) for x in given))
     return [x for x in mixer.forward(AttentionConfig.of_text(text), given, save) if x is not None]
 
 
 def _fake(given, text, save):
-    """Empty tensors of the shapes that `_run` returns."""
+    """Empty tensors of the shapes that `_run` returns.
+
+    A compiler works out shapes before anything runs; these must agree with `_run` in number, shape and type.
+    """
     x, config = Given(*given), AttentionConfig.of_text(text)
     (B, T), H, K, V = x.p.shape[:2], config.heads, config.key_width, config.value_width
     found = [x.p.new_empty(B, T, H * V), x.p.new_empty(B, H, config.feature_width, V, dtype=torch.float32)]
@@ -50,12 +54,17 @@ def _fake(given, text, save):
 
 
 def _run_backward(ups, given, saved, text):
+    """The operator fastweights::mix_backward: gradients in the order of Given.
+
+    ups: gradients of y, of the memory and of the last inputs.
+    """
     given = Given(*(None if x is None else aligned(x) for x in given))
     grads = mixer.backward(AttentionConfig.of_text(text), *ups, given, saved)
     return [given.p.new_empty(0) if g is None else g for g in grads]  # an operator cannot return None
 
 
 def _fake_backward(ups, given, saved, text):
+    """Empty tensors of the shapes that `_run_backward` returns."""
     empty = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     return [given[0].new_empty(0) if x is None else empty(x) for x in given]
 
@@ -77,10 +86,12 @@ class Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(text, outputs, *given):
+        """All results, with what the backward pass needs."""
         return tuple(mix_op(list(given), text, True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the inputs and what was saved, which is no result of the caller's."""
         ctx.text, ctx.outputs, *given = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[ctx.outputs :])
@@ -88,6 +99,7 @@ class Mixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dmemory, *rest):
+        """Gradients of what was given; y's own gradient is zeros where only the memory was used."""
         tensors = ctx.saved_tensors
         given, saved = tensors[:GIVEN], list(tensors[GIVEN:])
         if dy is None:

@@ -62,8 +62,9 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
 
     last (B, W - 1, columns of q, k and v): the inputs that the next call's convolution needs.
 
-        p           (B, T, columns) with these strides;  weight (W, N) and before (B, W - 1, N), of the convolution, or
-        None decay_log, decay_bias (H,) or None
+        p           (B, T, columns) with these strides
+        weight      (W, N), and before (B, W - 1, N), of the convolution, or None
+        decay_log   (H,), and decay_bias (H,), or None
         q, k, v, beta, log_decay, last: written, None where the layer has none
         W           taps, 0 for none;  BD, BH: head width and heads rounded up to powers of two
         AT_BETA, AT_DECAY: first columns of the rates in the projection;  KIND, NORM: of the features, as in features.py

@@ -26,7 +26,14 @@ _plans: dict[tuple, Plan] = {}
 
 @triton.jit
 def _input(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: tl.constexpr):
-    """What stood `back` tokens before tokens t, at positions p of sequences n: [BT, BC]."""
+    """What stood `back` tokens before tokens t, at positions p of sequences n: [BT, BC].
+
+    Each token's own sequence decides: a tap that reaches back beyond its first token reads `before` instead of the
+    neighbour's tokens in the row.
+
+        p, n        position of each token in its sequence, and the sequence's number
+        stride      between two tokens of x, which may be a slice of a wider projection
+    """
     here = inside & (p >= back)[:, None]
     value = tl.load(x + (t - back)[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
     if before is not None:
@@ -39,6 +46,15 @@ def _input(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: tl.c
 @triton.jit
 def _tokens(x, weight, before, place, y, T, stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
             BC: tl.constexpr):  # fmt: skip
+    """y[t] = sum_j weight[j] x[t - (W - 1) + j], where x before a sequence's first token is `before`.
+
+    One program: BT tokens of the packed row and BC channels. It reads the BT + W - 1 rows of x that its taps reach,
+    mostly from cache, and writes its own tile of y once.
+
+        x           (T, N) with this stride;  weight (W, N);  before (sequences, W - 1, N) or None
+        place       (T, 2): position in its sequence, and the sequence, of every token
+        y           (T, N), written
+    """
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
@@ -53,6 +69,14 @@ def _tokens(x, weight, before, place, y, T, stride, W: tl.constexpr, N: tl.const
 
 @triton.jit
 def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
+    """The last W - 1 inputs of every sequence, which a later call needs as its `before`.
+
+    One program: one sequence and BC channels. A sequence shorter than W - 1 keeps some of what was before it.
+
+        cu          (sequences + 1,), offsets of sequences in the row
+        last        (sequences, W - 1, N), written
+        R           W - 1 rounded up to a power of two
+    """
     n = tl.program_id(0).to(tl.int64)  # one program: one sequence
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     start, stop = tl.load(cu + n).to(tl.int64), tl.load(cu + n + 1).to(tl.int64)
@@ -72,6 +96,18 @@ def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.c
 @triton.jit
 def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, stride, W: tl.constexpr, N: tl.constexpr,
                      BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Gradients of x, and of the weight as sums over this program's tokens.
+
+    Token t was read by itself and by the next W - 1 tokens of its sequence, each with another tap:
+    dx[t] = sum_back weight[W - 1 - back] dy[t + back], plus dlast where t is among its sequence's last inputs.
+    Gathering from the readers needs no atomic operations, so the result does not depend on the order of programs.
+
+    One program: the tile of `_tokens`.
+
+        dy          (T, N);  dlast (sequences, W - 1, N) or None
+        dx          (T, N), written
+        dweight     (blocks of tokens, W, N), written: summed over blocks afterwards
+    """
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
@@ -98,6 +134,13 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, st
 @triton.jit
 def _starts_backward(dy, dlast, weight, cu, dbefore, W: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
                      BC: tl.constexpr):  # fmt: skip
+    """The gradient of `before`: of the W - 1 inputs that stood before each sequence.
+
+    One program: one sequence and BC channels. Input m was read by the sequence's first tokens p <= m with tap m - p; in
+    a sequence that is shorter than W - 1 it may also be among the last inputs, and gets their gradient.
+
+        dbefore     (sequences, W - 1, N), written
+    """
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     start, stop = tl.load(cu + n).to(tl.int64), tl.load(cu + n + 1).to(tl.int64)
@@ -118,7 +161,11 @@ def _starts_backward(dy, dlast, weight, cu, dbefore, W: tl.constexpr, N: tl.cons
 
 
 def places(cu_seqlens: Tensor, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(T, 2): each token's position in its sequence and that sequence's number; and the offsets, both on the device."""
+    """(T, 2): each token's position in its sequence and that sequence's number; and the offsets, both on the device.
+
+    Kept with the offsets: the layers of a model share them, and every step of training too, as long as they are the
+    same tensor.
+    """
 
     def make():
         cu = cu_seqlens.to(device, torch.int32)
@@ -130,15 +177,21 @@ def places(cu_seqlens: Tensor, T: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def _key(which, *tensors):
+    """What a plan depends on: the direction, the device, and shape, type and strides of every tensor."""
     return which, tensors[0].device, *[None if x is None else (x.shape, x.dtype, x.stride()) for x in tensors]
 
 
 def _rows(W):
+    """W - 1 rounded up to a power of two, at least 2: Triton's ranges are powers of two."""
     return triton.next_power_of_2(max(2, W - 1))
 
 
 def forward(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> list[Tensor]:
-    """[y, last] for x (1, T, channels), weight (W, channels), before (N, W - 1, channels) and offsets (N + 1,)."""
+    """[y, last] for x (1, T, channels), weight (W, channels), before (N, W - 1, channels) and offsets (N + 1,).
+
+    The launches are planned at the first call with these shapes and repeated from then on, which takes the host a few
+    microseconds.
+    """
     place, cu = places(cu_seqlens, x.shape[1], x.device)
     x, weight, before = _aligned(x), aligned(weight), None if before is None else aligned(before)
     key = _key("forward", x, weight, before, cu)
@@ -147,6 +200,7 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
         plan = Plan(x.device, [x, weight, before, place, cu])
         slot_x, slot_w, slot_b, slot_p, slot_cu = plan.inputs
         T, N, W, sequences = x.shape[1], x.shape[2], len(weight), len(cu) - 1
+        # y in the wider of the two types; what is kept for the next call as it came
         y = plan.empty((1, T, N), torch.promote_types(x.dtype, weight.dtype))
         last = plan.empty((sequences, W - 1, N), x.dtype if before is None else before.dtype)
         columns = -(-N // BC)
@@ -164,7 +218,13 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
 def backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
 ) -> list[Tensor]:
-    """Gradients of x, weight and, where it is given, before."""
+    """Gradients of x, weight and, where it is given, before.
+
+    Args:
+        dy: gradient of y.
+        dlast: gradient of the last inputs, or None.
+        x, weight, before, cu_seqlens: as in the forward pass.
+    """
     place, cu = places(cu_seqlens, x.shape[1], x.device)
     dy, dlast = aligned(dy), None if dlast is None else aligned(dlast)
     x, weight, before = _aligned(x), aligned(weight), None if before is None else aligned(before)
@@ -175,6 +235,7 @@ def backward(
         slot_dy, slot_dlast, slot_x, slot_w, slot_b, slot_p, slot_cu = plan.inputs
         T, N, W, sequences = x.shape[1], x.shape[2], len(weight), len(cu) - 1
         blocks, columns = max(1, -(-T // BT)), -(-N // BC)
+        # each block of tokens writes its own sum of the weight's gradient; they are added up afterwards, in order
         dx, parts = plan.empty((1, T, N), x.dtype), plan.empty((blocks, W, N), torch.float32)
         slots = (slot_dy, slot_dlast, slot_x, slot_w, slot_b, slot_p, slot_cu, dx, parts)
         plan.launch(_tokens_backward, (blocks, columns), slots, (T, x.stride(1)), (W, N, BT, BC), num_warps=4)
@@ -200,10 +261,12 @@ def _aligned(x):
 def packed_convolution(
     x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
 ) -> list[Tensor]:  # the operator
+    """The operator fastweights::packed_convolution: what a compiler sees in the place of the kernels."""
     return forward(x, weight, before, cu_seqlens)
 
 
 def _forward_fake(x, weight, before, cu_seqlens):
+    """Empty tensors of the shapes of y and last, for compilers."""
     W, N = weight.shape
     last = x.new_empty(cu_seqlens.shape[0] - 1, W - 1, N, dtype=x.dtype if before is None else before.dtype)
     return [x.new_empty(1, x.shape[1], N, dtype=torch.promote_types(x.dtype, weight.dtype)), last]
@@ -212,10 +275,12 @@ def _forward_fake(x, weight, before, cu_seqlens):
 def packed_convolution_backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
 ) -> list[Tensor]:
+    """The operator fastweights::packed_convolution_backward."""
     return backward(dy, dlast, x, weight, before, cu_seqlens)
 
 
 def _backward_fake(dy, dlast, x, weight, before, cu_seqlens):
+    """Empty tensors of the gradients' shapes, for compilers."""
     given = (x, weight) if before is None else (x, weight, before)
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
 
@@ -229,15 +294,18 @@ class PackedConvolve(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight, before, cu_seqlens):
+        """(y, last): by the operator where a compiler or transform looks on, else by the kernels at once."""
         return tuple((_operator if is_watched() else forward)(x, weight, before, cu_seqlens))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the inputs; gradients that nobody asks for stay None."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, dy, dlast):
+        """Gradients by the kernels; by differentiable operators where a second derivative is asked for."""
         x, weight, before, cu_seqlens = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # second derivatives
             return *_plain_gradients(dy, dlast, x, weight, before, cu_seqlens), None
@@ -272,5 +340,12 @@ def _plain_gradients(dy, dlast, x, weight, before, cu_seqlens):
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(y, the last W - 1 inputs of each sequence) for x (1, T, channels), before (N, W - 1, channels)."""
+    """(y, the last W - 1 inputs of each sequence) for x (1, T, channels), before (N, W - 1, channels).
+
+    Args:
+        x: (1, T, channels), the sequences one after the other.
+        weight: (W, channels).
+        before: inputs before each sequence, None for zeros.
+        cu_seqlens: (N + 1,), offsets of the sequences in x.
+    """
     return PackedConvolve.apply(x, weight, before, cu_seqlens)

@@ -30,8 +30,7 @@ def forward(q, k, v, beta, log_g, X, o, S, S_saved, of_sequence, of_row, T, per,
     """`forward._forward` for keys too wide for registers: the memory is S itself, in the GPU's cache.
 
     One program: BV value features of one sequence and head. For every chunk it goes over the K key features twice, BK
-    at a
-    time: first to read the memory (kS, A and o), then, with u known, to write it. A barrier keeps the two apart. S
+    at a time: first to read the memory (kS, A and o), then, with u known, to write it. A barrier keeps the two apart. S
     starts as the state and ends as the state after the last token; S_saved gets it before every chunk.
 
     Tensors are those of `forward._forward`, but S (sequences, H, K, V), which is read and written throughout, and
