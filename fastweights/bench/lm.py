@@ -38,7 +38,13 @@ PAPER = [(preset, vocab) for preset in ("paper-small", "paper-medium") for vocab
 
 @dataclass
 class Reading:
-    """A model that reads documents of growing length: milliseconds and bytes of what it carries, per length."""
+    """A model that reads documents of growing length: milliseconds and bytes of what it carries, per length.
+
+    Attributes:
+        model: its mixer.
+        timings: by number of tokens.
+        carried: bytes of its state after so many tokens; constant for a fast-weight memory, growing for attention.
+    """
 
     model: str
     timings: dict[int, Timing]
@@ -89,6 +95,12 @@ def _steps(model: LanguageModel) -> dict[str, Call]:
     """The step of a model in every way there is, once all are known to give the same loss.
 
     Ours; ours with Hugging Face's delta rule in the place of ours; and, for gated-delta, Hugging Face's whole model.
+
+    Args:
+        model: of the application.
+
+    Raises:
+        Disagreement: two ways give losses that differ by more than TOLERANCE.
     """
     config = model.config
     rows = torch.randint(VOCAB, (config.batch, config.length + 1))
@@ -117,7 +129,13 @@ def _steps(model: LanguageModel) -> dict[str, Call]:
 
 
 def _step(model: Any, loss: Callable[[], Tensor], config: Config) -> Call:
-    """A whole training step as a function: loss, gradients, clipping and AdamW, with a learning rate of 0."""
+    """A whole training step as a function: loss, gradients, clipping and AdamW, with a learning rate of 0.
+
+    Args:
+        model: whose parameters are trained.
+        loss: computes the loss of a fixed batch.
+        config: of the optimiser.
+    """
     optimizer = make_optimizer(model, replace(config, lr=0.0))  # all keep working on the same weights
 
     def step() -> None:

@@ -32,7 +32,10 @@ def their_rule() -> Iterator[None]:
     """Our layers with the delta rule that Qwen3-Next runs without kernels, until the block ends.
 
     The function takes ours' arguments: it maps q and k first, and undoes the division by sqrt(K) of theirs.
+
+    Both rules then see the same q, k, v, beta and decay, so that the difference in time is the rule's alone.
     """
+    # Transformers wraps it in a decorator that would look for kernels first.
     rule = inspect.unwrap(_theirs().torch_chunk_gated_delta_rule)
 
     def fast_weight(
@@ -61,6 +64,7 @@ def their_rule() -> Iterator[None]:
             use_qk_l2norm_in_kernel=False,
         )
 
+    # Layers look the operation up when they are called: replacing it in one place reaches all of them.
     ours = nn.OPS
     nn.OPS = ours._replace(fast_weight=fast_weight)
     try:
@@ -74,6 +78,9 @@ def their_model(ours: LanguageModel) -> Any:
     """Qwen3-Next without softmax layers or experts, with the sizes and weights of our gated-delta model.
 
     The two then give the same loss, and what is timed is how each computes it.
+
+    Args:
+        ours: a gated-delta model without dropout; its weights are copied.
     """
     theirs = _theirs()
     c, width = ours.config, ours.config.dim // ours.config.heads

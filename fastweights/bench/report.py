@@ -53,6 +53,10 @@ def show(results: Sequence[Result], console: Console) -> None:
     """One table per rule, then who was left out and why, then what the columns mean.
 
     The method that "auto" stands for is in bold.
+
+    Args:
+        results: of `bench memory`, one per case.
+        console: of rich, to print on.
     """
     for rule in dict.fromkeys(result.case.rule for result in results):
         chosen = [result for result in results if result.case.rule == rule]
@@ -80,7 +84,13 @@ def new_table(title: str) -> Table:
 
 
 def _rows(table: Table, result: Result, extra: bool) -> None:
-    """Add a case to a table, a row for each contestant, the method that "auto" stands for in bold."""
+    """Add a case to a table, a row for each contestant, the method that "auto" stands for in bold.
+
+    Args:
+        table: of one rule.
+        result: a case.
+        extra: whether the table has a column for memory.
+    """
     *shape, K, V = result.case.shape
     place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
     if result.case.mapped:
@@ -113,7 +123,10 @@ def milliseconds(timing: Timing) -> str:
 
 
 def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
-    """One table per rule and method: time, and how it grew, for every length."""
+    """One table per rule and method: time, and how it grew, for every length.
+
+    Linear cost shows as ratios near 2 and a constant last column.
+    """
     for s in scalings:
         title = f"{s.case.rule} rule, {s.method}, {s.case.dtype} on {s.case.device}, (1, T, 4, 64) forward+backward"
         table = new_table(title)
@@ -137,6 +150,9 @@ def payload(device: str, results: Sequence[Result] = (), scalings: Sequence[Scal
         device: that was timed on.
         results: of `bench memory`.
         scalings: of `bench lengths`.
+
+    Returns:
+        Date, commit and machine, versions of the peers, and the numbers themselves: a file that can be read without us.
     """
     from fastweights.bench.peers import PEERS
 

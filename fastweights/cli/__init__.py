@@ -66,7 +66,11 @@ What to do next:
 
 
 def main() -> None:
-    """Run the program. Mistakes in what was asked for are one red line and exit code 2; bugs keep their traceback."""
+    """Run the program. Mistakes in what was asked for are one red line and exit code 2; bugs keep their traceback.
+
+    Exit codes: 0 where all went well, 1 where something was found to disagree (`bench`) or is not reproduced
+    (`reproduce`), 2 where what was asked for cannot be.
+    """
     warnings.showwarning = _warn  # type: ignore[assignment]
     # What this library raises is for the user to read. Any other error is a bug, whose traceback is worth more.
     try:
@@ -93,7 +97,10 @@ _plainly = warnings.showwarning
 
 
 def _warn(message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """Our own warnings are one yellow line."""
+    """Our own warnings are one yellow line.
+
+    Warnings of other libraries are shown as Python shows them.
+    """
     if not issubclass(category, FastWeightWarning):
         _plainly(message, category, *where)
         return
@@ -142,7 +149,10 @@ def _help(text: str | None) -> dict[str, Any]:
 
 
 def _build() -> typer.Typer:
-    """The program: a command for each entry of COMMANDS, two words of which are a command of a group."""
+    """The program: a command for each entry of COMMANDS, two words of which are a command of a group.
+
+    Functions are commands as they are: Typer makes options of their arguments, and help of their docstrings.
+    """
     how: dict[str, Any] = dict(rich_markup_mode="markdown", context_settings={"help_option_names": ["-h", "--help"]})
     app = typer.Typer(pretty_exceptions_enable=False, **how)
     app.callback(invoke_without_command=True, **_help(getdoc(start)))(start)

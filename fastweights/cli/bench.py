@@ -176,6 +176,7 @@ def host(
     for each in name or ():
         if each not in PRESETS:
             raise FastWeightError(f"--layer is {each!r}; expected one of {', '.join(PRESETS)}")
+    # DeltaNet first: it is the layer that the comparison with attention is about.
     layers = name or ["deltanet", *(each for each in PRESETS if each != "deltanet")]
     samples = repeats or (1 if smoke else 10)
     with agreeing(bench_host.steps(samples, layers, compiled, device)) as advance:
@@ -210,6 +211,7 @@ def fwl(
     from fastweights.bench import fwl as bench_fwl
     from fastweights.bench import report
 
+    # On a GPU the three kinds of products that it has; on a CPU there is one.
     shapes = bench_fwl.SMOKE if smoke else bench_fwl.SHAPES[device]
     precisions = ["float32", "tf32", "bfloat16"] if device == Device.cuda else ["float32"]
     samples = repeats or (2 if smoke else 10)
@@ -233,6 +235,7 @@ def lab(repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> Non
     from fastweights.bench import lab as bench_lab
     from fastweights.bench import report
 
+    # Ours and the published loop take turns; both count.
     samples = repeats or (2 if smoke else 10)
     with agreeing(2 * samples) as advance:
         result = bench_lab.run(samples, advance, **(bench_lab.SMOKE if smoke else {}))

@@ -91,6 +91,7 @@ def train(
     from fastweights.bench import report
     from fastweights.bench import train as bench_train
 
+    # A misspelt size is said before anything is built.
     sizes = bench_train.SMOKE if smoke else bench_train.SIZES
     if unknown := [each for each in size or () if each not in sizes]:
         raise FastWeightError(f"--size is {unknown[0]!r}; expected one of {', '.join(map(repr, sizes))}")
@@ -116,6 +117,7 @@ def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> 
     from fastweights.bench import decode as bench_decode
     from fastweights.bench import report
 
+    # Several numbers of texts at once: one text is bound by launches, many by arithmetic.
     config = bench_decode.SMOKE if smoke else bench_decode.FULL
     batches = bench_decode.BATCHES[:1] if smoke else bench_decode.BATCHES
     with agreeing(len(batches)) as advance:
@@ -156,6 +158,7 @@ def hf(
             raise FastWeightError(f"--family is {each!r}; expected one of {', '.join(bench_hf.FAMILIES)}")
     if size not in ("all", *bench_hf.SIZES):
         raise FastWeightError(f"--size is {size!r}; expected one of {', '.join(bench_hf.SIZES)}, or all")
+    # Families that this version of transformers has not are left out, and the output says so.
     families, kind = family or list(bench_hf.FAMILIES), getattr(torch, dtype_of(dtype, device))
     sizes = bench_hf.SMOKE if smoke else {n: s for n, s in bench_hf.SIZES.items() if size in ("all", n)}
     with agreeing(len(families) * len(sizes)) as advance:

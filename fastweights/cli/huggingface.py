@@ -105,6 +105,7 @@ def adapt(
     out = out or model.with_name(model.name + ".head")
     # A resumed training goes on with its own settings, data and head; a new one must not overwrite another.
     if resume:
+        # These say where things are and not how the head is trained, so they may change.
         free = {"model", "out", "resume", "save_every", "device"}
         _refuse_changes(ctx, free)
         about = head_checkpoints.read_progress(out)
@@ -115,6 +116,7 @@ def adapt(
         head_checkpoints.check_new(out)
         how = Adapting(steps=steps, batch=batch, length=length, window=window, stride=stride, lr=lr, seed=seed)
         about = dict(data=data, step=0, history=[])
+    # The model itself is frozen; only the head has parameters that are trained.
     body, tokenizer = load_model(model, device=device)
     if resume:
         load_attached(body, out)
@@ -243,6 +245,7 @@ def evaluate(
     from fastweights.hf.loading import load_model, read_file
     from fastweights.text.scores import Score, summary
 
+    # With statistics each weight's step is divided by its usual gradient, so the rate has another scale.
     lr = LR["rms" if statistics else "sgd"] if dynamic_lr is None else dynamic_lr
     found, tokenizer = load_model(model, device=device)
     names = tuple(parameters or ("*",))
@@ -254,6 +257,7 @@ def evaluate(
     if head is not None:
         load_attached(found, head)
     else:
+        # A head without training is random in its first layer: the seed makes scores repeatable.
         torch.manual_seed(0)
         attach(found, where=where or None)
     # An untrained head that learns nothing is the model itself, so "still" is of use with --head alone.
@@ -268,6 +272,7 @@ def evaluate(
         peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None)
         return scored
 
+    # All modes read the same texts; the model's weights are put back between them.
     scores = score_modes(mode or asked, texts, score)
     numbers = summary(texts, scores, None)
     for row, peak in zip(numbers["modes"], peaks, strict=True):

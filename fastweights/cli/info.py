@@ -24,6 +24,7 @@ def info(
 
     from fastweights.bench import machine
 
+    # One dict for both outputs: the table shows what the JSON holds.
     found: dict[str, object] = {
         "versions": machine.versions(),
         "cpu": machine.cpu(),
@@ -42,6 +43,7 @@ def info(
     if json:
         print(jsonlib.dumps(found, indent=1))
         return
+    # A row per fact; a choice stands with its reason.
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -55,7 +57,10 @@ def info(
 
 
 def _speed() -> dict[str, str]:
-    """How training steps and generated tokens run here, and why."""
+    """How training steps and generated tokens run here, and why.
+
+    The default configuration on the device that `train` would choose; nothing is compiled or run for it.
+    """
     import torch
 
     from fastweights.models.compiled import decide

@@ -27,6 +27,9 @@ def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWe
         run: folder that `fastweights train` made.
         target: new or empty folder; it appears when it is complete.
         last: take the last weights rather than those with the best validation loss.
+
+    Raises:
+        FastWeightError: the target holds something, or the run cannot be read.
     """
     target = Path(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
@@ -41,7 +44,14 @@ def export(run: str | Path, target: str | Path, *, last: bool = False) -> FastWe
 
 @torch.no_grad()
 def from_language_model(source: LanguageModel) -> FastWeightForCausalLM:
-    """The same model with the ecosystem's interface: equal logits, a copy of the weights."""
+    """The same model with the ecosystem's interface: equal logits, a copy of the weights.
+
+    Weights keep their names but for the body, which the ecosystem calls `model`, and the embedding, which it calls
+    `embed_tokens`. The output matrix is the embedding itself, tied.
+
+    Args:
+        source: as `fastweights.load` returns it.
+    """
     c, start = source.config, source.vocab - 1
     fast = c.fast_options | dict(size=c.fast_hidden)
     config = FastWeightConfig(
@@ -104,7 +114,14 @@ def tokenizer_of(ours: Bytes | Subwords) -> Any:
 
 
 def _bytes(ours: Bytes | Subwords) -> Any:
-    """A tokenizer of bytes in the ecosystem's spelling, in which each byte is a printable character."""
+    """A tokenizer of bytes in the ecosystem's spelling, in which each byte is a printable character.
+
+    Our vocabulary spells byte b as the character with number b. The ecosystem's ByteLevel spells unprintable bytes by
+    other characters, so vocabulary, merges and the pattern that cuts words are all respelled.
+
+    Args:
+        ours: of bytes, or of pieces of words that are spelled in Latin-1.
+    """
     import json
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -128,14 +145,22 @@ def _bytes(ours: Bytes | Subwords) -> Any:
 
 
 def _spelling() -> list[str]:
-    """The printable character that stands for each byte (GPT-2's table)."""
+    """The printable character that stands for each byte (GPT-2's table).
+
+    Examples:
+        >>> _spelling()[ord("a")], _spelling()[ord(" ")]
+        ('a', 'Ġ')
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]
 
 
 def _words(spelled: list[str]) -> str:
-    """The pattern of `Subwords.train` in that spelling."""
+    r"""The pattern of `Subwords.train` in that spelling.
+
+    Classes such as \s mean other characters once bytes are respelled, so each is written out.
+    """
     white = "".join(spelled[b] for b in WHITE)
     letters = "A-Za-z_" + "".join(spelled[0x80:])
     space, line, tab = (spelled[ord(c)] for c in " \n\t")

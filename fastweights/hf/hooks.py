@@ -108,7 +108,14 @@ class Hooks:
         return self.use.get() or Use(learn=self.head.adapting)
 
     def enter(self, model: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Note what the head must know, and have the model compute all features."""
+        """Note what the head must know, and have the model compute all features.
+
+        Args:
+            model, given, named: what PyTorch hands such a hook: the model, and the arguments of the call.
+
+        Returns:
+            The arguments as the model itself knows them: `fast_state` and `fast_context` are ours and are taken out.
+        """
         state, context = named.pop("fast_state", None), named.pop("fast_context", 0)
         use = self.used()
         body = self.body if use.body else None
@@ -142,7 +149,11 @@ class Hooks:
         return given, named
 
     def _start_body(self, body: FastBody, call: Call, learn: bool) -> None:
-        """Let the chosen matrices answer by what they know, and be learned from until the features are there."""
+        """Let the chosen matrices answer by what they know, and be learned from until the features are there.
+
+        Gradients are switched on here and put back as the caller had them in `_end_body` or, after an error, in
+        `leave`.
+        """
         learned = call.state.body or body.init_state(len(call.tokens))
         if learn:
             if torch.is_inference_mode_enabled():
@@ -156,7 +167,11 @@ class Hooks:
         body.now.set(learned)
 
     def _end_body(self, x: Tensor, call: Call) -> Tensor:
-        """The features x, once the chosen matrices have learned from them where they do."""
+        """The features x, once the chosen matrices have learned from them where they do.
+
+        Features of token t predict token t + 1, so the pass teaches from all tokens but the last; those of the context
+        were learned in a pass before.
+        """
         body, learned = self.body, call.state.body
         if body is None or body.now.get() is None or learned is None:
             return x
@@ -175,7 +190,11 @@ class Hooks:
         return x if call.grad else x.detach()
 
     def skip(self, output: nn.Module, given: tuple) -> tuple | None:
-        """The features on their way into the output embedding, which gets none: `answer` has the logits."""
+        """The features on their way into the output embedding, which gets none: `answer` has the logits.
+
+        The output embedding is a product with tens of thousands of words. The head makes its own logits from the same
+        features, so the embedding is handed no tokens and costs nothing.
+        """
         call = self.call.get()
         if call is None:
             return None
@@ -223,7 +242,14 @@ class Hooks:
             out.fast_state = call.state
 
     def read(self, x: Tensor, tokens: Tensor, call: Call, keep: int) -> tuple[Tensor, FastState]:
-        """Logits of the last `keep` tokens, and the state after all of them."""
+        """Logits of the last `keep` tokens, and the state after all of them.
+
+        Args:
+            x: (B, T, D), features of the new tokens.
+            tokens: (B, T).
+            call: the pass.
+            keep: tokens whose logits the caller wants.
+        """
         use, state, T = self.used(), call.state, tokens.shape[1]
         mask = real_tokens(call.mask, call.tokens.shape[1])
         mask = None if mask is None else mask[:, -T:]
@@ -238,6 +264,7 @@ class Hooks:
             logits = self.output.forward(features)
             if use.cache and use.learn and K < T:
                 known = dict(losses=self._losses(x, tokens))
+        # The cache mixes in what it expects. It writes into its arrays in place, unless autograd needs them.
         cached = state.cache
         if use.cache and self.cache is not None:
             apart = torch.is_grad_enabled() and logits.requires_grad

@@ -60,7 +60,12 @@ class Reading:
             raise FastWeightError(f"stride is {self.stride}; expected from 1 to the window of {self.window} tokens")
 
     def spans(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """(first, start, stop): inputs from `first` are read, those from `start` to `stop` answered."""
+        """(first, start, stop): inputs from `first` are read, those from `start` to `stop` answered.
+
+        Examples:
+            >>> list(Reading(window=4, stride=2).spans(5))
+            [(0, 0, 2), (0, 2, 4), (2, 4, 5)]
+        """
         for start in range(0, tokens, self.stride):
             yield max(0, start + self.stride - self.window), start, min(start + self.stride, tokens)
 

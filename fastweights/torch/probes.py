@@ -68,6 +68,7 @@ class MemoryRecord:
         return np.concatenate([at for _, at in self.calls])
 
     def __getattr__(self, name: str) -> np.ndarray:
+        """A measurement by its name, over all calls so far, joined along the text."""
         if name not in MEASURES:
             raise AttributeError(f"a MemoryRecord has no {name!r}; expected one of {', '.join(MEASURES)}")
         parts = [arrays[name] for arrays, _ in self.calls]
@@ -146,6 +147,7 @@ class LayerRecord:
     at = MemoryRecord.at
 
     def __getattr__(self, name: str) -> np.ndarray:
+        """A measurement by its name, over all calls so far."""
         if name not in LAYER_MEASURES:
             raise AttributeError(f"a LayerRecord has no {name!r}; expected one of {', '.join(LAYER_MEASURES)}")
         return np.concatenate([arrays[name] for arrays, _ in self.calls], 1)
@@ -218,6 +220,7 @@ class Probe:
         self._called = False
 
     def __enter__(self) -> "Probe":
+        """Start to watch: hooks note which layer each memory belongs to."""
         if self._handles:
             raise FastWeightError("the probe is open already; expected `with fw.probe(model) as p:` once for each")
         self._owners = dict(self.model.named_modules())
@@ -231,6 +234,7 @@ class Probe:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
+        """Stop watching; what was recorded stays. Raises where the model was called and nothing was there to record."""
         watching.watchers.remove(self._watch)
         for handle in self._handles:
             handle.remove()
@@ -305,9 +309,11 @@ class Probe:
         return [r for r in self.records.values() if isinstance(r, LayerRecord)]
 
     def __iter__(self) -> Iterator[str]:
+        """Names of the records, in the order in which they were first seen."""
         return iter(self.records)
 
     def __len__(self) -> int:
+        """Number of records."""
         return len(self.records)
 
     def __getitem__(self, key: str | int | tuple[str, int]) -> Any:

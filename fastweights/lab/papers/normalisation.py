@@ -75,6 +75,11 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
     Rows of phase "training" hold the scores while it learns, those of phase "position" what the memory does along
     sequences eight times as long.
+
+    Args:
+        arm: of `arms`; its "task" says which of the two.
+        device: "cpu" or "cuda".
+        report: called on the way, for the progress bar.
     """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_retrieval import Task
@@ -115,7 +120,11 @@ def last_loss(rows: list[Row], task: str) -> dict[tuple, float]:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A line per norm: losses of retrieval, the memory and its growth at the end, bits per byte of language models."""
+    """A line per norm: losses of retrieval, the memory and its growth at the end, bits per byte of language models.
+
+    The paper's perplexities stand in brackets where it has the same combination; they are of a larger model on other
+    text, so only their order can be compared.
+    """
     tasks, language = last_loss(rows, "retrieval"), last_loss(rows, "language")
     lines = []
     for norm in NORMS:
@@ -201,12 +210,26 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _clip(x: Any) -> float:
-    """A number for a logarithmic axis: the ceiling where it is larger or none."""
+    """A number for a logarithmic axis: the ceiling where it is larger or none.
+
+    Examples:
+        >>> _clip(math.nan), _clip(3.0)
+        (1000000.0, 3.0)
+    """
     return min(CEILING, x) if x is not None and not math.isnan(x) else CEILING
 
 
 def _lines(axes: Any, rows: list[Row], x: str, y: str, label: str, colour: str, dashed: bool = False) -> None:
-    """A curve of y over x, the mean over seeds with their range."""
+    """A curve of y over x, the mean over seeds with their range.
+
+    Args:
+        axes: of Matplotlib.
+        rows: to draw; several with the same x are seeds.
+        x, y: names of fields.
+        label: in the key; none for "".
+        colour: of the line, and paler of the range.
+        dashed: for language models with positions.
+    """
     means = mean_over([r | {y: _clip(r[y])} for r in rows], (x,), y)
     points = sorted((at, *numbers) for (at,), numbers in means.items())
     if points:
@@ -229,6 +252,9 @@ def growths(rows: list[Row]) -> dict[tuple, float]:
     """The largest singular value that the product of all writes reaches, by norm and features.
 
     1 means that no memory can grow by being written to; the larger, the more it can.
+
+    The product of all transitions I - beta phi(k) phi(k)^T along a sequence says what can become of anything that the
+    memory holds; its largest singular value bounds by how much.
     """
     found: dict[tuple, float] = {}
     for r in (r for r in rows if r["task"] == "retrieval" and r["phase"] == "position"):
@@ -249,6 +275,9 @@ def _no_norm_is_no_use(rows: list[Row]) -> tuple[Verdict, str]:
 def _bounded_norms_are_stable(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the writes of bounded norms never grow the memory while those of the others do, and retrieval is
     learned.
+
+    A write I - beta k k^T with |k| at most 1 and beta in [0, 1] shrinks or keeps every direction, which is why 1 is the
+    bound.
     """
     losses, grown = last_loss(rows, "retrieval"), growths(rows)
     bounded = [loss for (norm, _), loss in losses.items() if norm in BOUNDED]

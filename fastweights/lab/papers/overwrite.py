@@ -73,7 +73,20 @@ def cost(arm: dict) -> float:
 
 
 def run(arm: dict, *, device: str, report: Any) -> list[Row]:
-    """Train the copies of one model on setting 2, scored at L = S and at L = 2 S."""
+    """Train the copies of one model on setting 2, scored at L = S and at L = 2 S.
+
+    Setting 2: keys are drawn with replacement, so that a key is written again with another value, and the last one
+    counts.
+    L is the length of the sequence in pairs: models train on L = 2 S; the released code scores on L = S.
+
+    Args:
+        arm: of `arms`: model, S, steps, seeds.
+        device: "cpu" or "cuda".
+        report: called on the way, for the progress bar.
+
+    Returns:
+        A row per seed: best and last loss at both lengths, the step at which training ended, and why.
+    """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_retrieval import Model, Task
 
@@ -106,12 +119,22 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
 
 def _least(numbers: Any) -> float:
-    """The smallest that is a number; NaN where none is."""
+    """The smallest that is a number; NaN where none is.
+
+    Examples:
+        >>> _least([math.nan, 0.3, 0.2])
+        0.2
+    """
     return min((x for x in numbers if not math.isnan(x)), default=math.nan)
 
 
 def published(model: str, S: int) -> float | None:
-    """The paper's best loss of a model at S keys; None where its log has none."""
+    """The paper's best loss of a model at S keys; None where its log has none.
+
+    Examples:
+        >>> published("dpfp-1 delta", 60)
+        0.0049
+    """
     return PUBLISHED[model][S // 20 - 1] if model in PUBLISHED and S % 20 == 0 and 20 <= S <= 200 else None
 
 
@@ -134,7 +157,10 @@ LINES = {"sum": "o", "delta": "o", "fwm": "^", "logarithms": "s", "softmax": "D"
 
 
 def _look(model: str) -> tuple[str, str]:
-    """Colour and marker of a model: by feature map, and by rule."""
+    """Colour and marker of a model: by feature map, and by rule.
+
+    The same colour for the same features in every panel; the shape of the marker says the rule.
+    """
     features, _, rest = model.partition(" ")
     if rest == "fwm":
         return plotting.colour("fwm" if features == "dpfp-1" else "tanh"), "^"
@@ -188,7 +214,10 @@ def _means(rows: list[Row], value: str = "best") -> dict[tuple, float]:
 
 
 def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
-    """Whether the delta rule retrieves within its capacity (DPFP-2) and fails beyond it (ELU+1 from 100 keys on)."""
+    """Whether the delta rule retrieves within its capacity (DPFP-2) and fails beyond it (ELU+1 from 100 keys on).
+
+    Capacity is the number of features: 256 for DPFP-2, so all of its S are inside; 64 for ELU+1, so 100 is beyond.
+    """
     best = _means(rows)
     inside = {S: loss for (model, S), loss in best.items() if model == "dpfp-2 delta"}
     beyond = {S: loss for (model, S), loss in best.items() if model == "elu+1 delta" and S >= 100}

@@ -59,7 +59,19 @@ def cost(arm: Arm) -> float:
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
-    """Train one translator and score its greedy translations of validation and test sentences."""
+    """Train one translator and score its greedy translations of validation and test sentences.
+
+    Encoder and decoder have the kind of attention of the arm in all three places: among source words, among target
+    words, and from target to source. Greedy: the likeliest word, one after the other.
+
+    Args:
+        arm: of `arms`: kind of attention, sizes, epochs, seed.
+        device: "cpu" or "cuda".
+        report: called on the way; holds the folder of data, and whether this is a smoke test.
+
+    Returns:
+        One row: BLEU on both splits, parameters, features, and who scored.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -165,7 +177,10 @@ def _bleu(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
 
 
 def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
-    """Whether every map without randomness is within WITHIN points of softmax."""
+    """Whether every map without randomness is within WITHIN points of softmax.
+
+    "About a point" of the paper is taken as at most WITHIN.
+    """
     score = _bleu(rows)
     near = {k: score["softmax"][0] - v[0] for k, v in score.items() if k != "softmax"}
     ours = ", ".join(f"{k} {spread(score[k], '.1f')}" for k in score)
