@@ -111,6 +111,11 @@ def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable
     """{name: a function that computes loss and gradients}: the slow head, the layer, and the refreshed layer.
 
     On a CPU each has the whole body before it; on a GPU it starts from random features.
+
+    Args:
+        shape: (B, T, D, size, V).
+        device: "cpu" or "cuda".
+        precision: of TOLERANCE; products in TF32 are switched on by the caller.
     """
     B, T, D, size, V = shape
     torch.manual_seed(0)
@@ -151,7 +156,15 @@ def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable
 def run(
     shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats: int, advance: Advance
 ) -> list[Result]:
-    """Check the layer, then time all contestants in turns, for every shape and precision."""
+    """Check the layer, then time all contestants in turns, for every shape and precision.
+
+    Args:
+        shapes: (B, T, D, size, V) each.
+        device: "cpu" or "cuda".
+        precisions: of TOLERANCE.
+        repeats: samples per contestant.
+        advance: moves a progress bar.
+    """
     results = []
     for shape in shapes:
         for precision in precisions:

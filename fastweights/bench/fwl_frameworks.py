@@ -21,7 +21,14 @@ TOLERANCE = 1e-3  # of the loss, against PyTorch's: products may be made in TF32
 
 
 def chosen(only: Sequence[str] | None = None) -> list[str]:
-    """Frameworks besides PyTorch to time: those asked for, or all that can be imported here."""
+    """Frameworks besides PyTorch to time: those asked for, or all that can be imported here.
+
+    Args:
+        only: names; "none" for PyTorch alone.
+
+    Raises:
+        FastWeightError: an unknown name, or one that is not installed here.
+    """
     needs = {"jax": ("jax", "flax"), "keras": ("keras", os.environ.get("KERAS_BACKEND", "tensorflow"))}
     here = [name for name, parts in needs.items() if all(map(find_spec, parts))]
     if not only:

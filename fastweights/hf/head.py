@@ -76,7 +76,12 @@ class HeadConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Names and values, for JSON."""
+        """Names and values, for JSON.
+
+        Examples:
+            >>> HeadConfig(width=8, size=16).to_dict()["size"]
+            16
+        """
         return asdict(self)
 
 
@@ -122,7 +127,15 @@ class FastHead(nn.Module):
         self.steps.fill_(c.layer.initial_step)
 
     def init_state(self, batch: int) -> Any:
-        """What the head knows before the first token."""
+        """What the head knows before the first token.
+
+        Args:
+            batch: number of texts, each with a memory of its own.
+
+        Returns:
+            An `FWLState`, or a `RefreshState` where the config has a refresh: zeros, and no token that waits for its
+            label.
+        """
         c, like = self.config, self.dense1
         if c.refresh is not None:
             return refresh.init_state(c.layer, c.width, batch, like)
@@ -193,7 +206,12 @@ class FastHead(nn.Module):
         return fwl.slow_pass(layer, OPS, fast_weights(layer, OPS, p, state[:3], u), u).n, state
 
     def _refreshed(self, p, u, tokens, mask, state):
-        """Features and state of a refreshed layer: a row's real tokens are a sequence, in which each is a label."""
+        """Features and state of a refreshed layer: a row's real tokens are a sequence, in which each is a label.
+
+        Rows are packed: padding is taken out, rows become one after the other, and the features are put back where the
+        real tokens were. The label of a row's last token comes with the next call, which completes what waits in the
+        state.
+        """
         layer, there = self.config.layer, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         count, first = there.sum(1), there.long().argmax(1, keepdim=True)
         label = tokens.gather(1, first)[:, 0]
@@ -209,7 +227,11 @@ class FastHead(nn.Module):
         return torch.zeros_like(u).masked_scatter(there[..., None], n), state
 
     def _aligned(self, u, mask, state):
-        """(what came before each token, the slow pass of the tokens, the last real one, whether there is one)."""
+        """(what came before each token, the slow pass of the tokens, the last real one, whether there is one).
+
+        The token that the last call ended with waits in the state: its label is the first token of this call. With
+        padding, the token before is the newest real one, wherever it is.
+        """
         both = torch.cat([state.pending[:, None].to(u.dtype), u], 1)
         there = torch.cat([state.waiting[:, None], torch.ones_like(u[..., 0], dtype=state.waiting.dtype)], 1)
         if mask is None:
@@ -254,5 +276,8 @@ class FastHead(nn.Module):
 
 
 def _ask(q, S):
-    """What memory S (B, 1, K, V) answers to q (B, T, K)."""
+    """What memory S (B, 1, K, V) answers to q (B, T, K).
+
+    Both may differ in type: the memory is at least float32.
+    """
     return (q.to(S.dtype) @ S[:, 0]).to(q.dtype)

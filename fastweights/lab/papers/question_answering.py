@@ -49,7 +49,18 @@ def cost(arm: Arm) -> float:
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
-    """Train one model on the stories of all tasks, and count its wrong answers on the test stories of each."""
+    """Train one model on the stories of all tasks, and count its wrong answers on the test stories of each.
+
+    A question's answer is predicted at its question mark. One batch holds stories of like length, padded.
+
+    Args:
+        arm: of `arms`.
+        device: "cpu" or "cuda".
+        report: called on the way; holds the folder of data, and whether this is a smoke test.
+
+    Returns:
+        A row per task: the share of wrong answers.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -89,7 +100,10 @@ def data(arm: Arm) -> tuple[str, ...]:
 
 
 def _means(rows: list[Row]) -> dict[tuple, float]:
-    """The mean over seeds of the share of wrong answers, by model and task."""
+    """The mean over seeds of the share of wrong answers, by model and task.
+
+    All seeds count alike; a task's test set is the same for all.
+    """
     return {key: m[0] for key, m in mean_over(rows, ("model", "task"), "error").items()}
 
 
@@ -141,7 +155,10 @@ def size(rows: list[Row]) -> str:
 
 
 def _errors(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
-    """{model: mean, lowest and highest over seeds of the mean error over tasks, in percent}."""
+    """{model: mean, lowest and highest over seeds of the mean error over tasks, in percent}.
+
+    First the mean over the tasks of each seed, then over seeds: the range shows what another seed would change.
+    """
     by_seed = mean_over(rows, ("model", "seed"), "error")
     found = [dict(model=model, error=100 * numbers[0]) for (model, _), numbers in by_seed.items()]
     return {model: numbers for (model,), numbers in mean_over(found, ("model",), "error").items()}

@@ -71,6 +71,11 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     """Train one model on fresh sequences of all numbers of pairs, and test it on each number.
 
     `valid` chooses the learning rate; `accuracy` is on other sequences, and is what is reported.
+
+    Args:
+        arm: of `arms`: model, width, learning rate, seed.
+        device: "cpu" or "cuda".
+        report: called on the way, for the progress bar.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -115,7 +120,10 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
 
 def best_rates(rows: list[Row]) -> dict[tuple, float]:
-    """{(width, model): the learning rate with which it recalls most validation sequences, over all pairs and seeds}."""
+    """{(width, model): the learning rate with which it recalls most validation sequences, over all pairs and seeds}.
+
+    Sorted from low to high accuracy, so that of several rates of a model the best comes last, and stays in the dict.
+    """
     means = mean_over(rows, ("width", "model", "lr"), "valid")
     return {(width, model): lr for (width, model, lr), _ in sorted(means.items(), key=lambda found: found[1][0])}
 
@@ -176,7 +184,10 @@ def size(rows: list[Row]) -> str:
 
 
 def _recalled(rows: list[Row]) -> dict[tuple, float]:
-    """{(width, model): share recalled, mean over numbers of pairs and seeds, each model at the rate that suits it}."""
+    """{(width, model): share recalled, mean over numbers of pairs and seeds, each model at the rate that suits it}.
+
+    The mean over numbers of pairs is close to the area under a curve of the figure.
+    """
     return {key: numbers[0] for key, numbers in mean_over(suited(rows), ("width", "model"), "accuracy").items()}
 
 

@@ -25,7 +25,14 @@ def _store(x, at, value, mask):
 
 @triton.jit
 def _inputs(x, e, rows, keys, T, length, D, width, BLOCK: tl.constexpr):
-    """rows and keys of one token: [x, 1, 0 ...] and [e_0 x, e_1, 0 ...]; a token of padding, t >= T, has x = 0."""
+    """rows and keys of one token: [x, 1, 0 ...] and [e_0 x, e_1, 0 ...]; a token of padding, t >= T, has x = 0.
+
+    One program: one token, whose row it reads once and writes twice. The 1 carries the bias through the same product as
+    the weights, and a key is scaled by its step, so that a write is one product without anything in between.
+
+        x           (B, T, D);  e (6,), the steps
+        rows, keys  (B * length, width), written; length is T rounded up to whole chunks, width D + 1 to a multiple of 8
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     t = row % length
@@ -38,7 +45,13 @@ def _inputs(x, e, rows, keys, T, length, D, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _inputs_backward(dq, dk, rows, e, dx, dots, D, width, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """dx of one token, from the gradients of its row and (KEYS) of its key; de_0 and de_1 go into dots."""
+    """dx of one token, from the gradients of its row and (KEYS) of its key; de_0 and de_1 go into dots.
+
+    One program: one token.
+
+        dq, dk      (N, width), gradients of rows and keys;  rows as in the forward pass
+        dx          (N, D), written;  dots (N, 6), columns 0 and 1 written: summed over tokens afterwards
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     k = _load(dk + row * width, column, column < D)
@@ -52,7 +65,10 @@ def _inputs_backward(dq, dk, rows, e, dx, dots, D, width, KEYS: tl.constexpr, BL
 
 @triton.jit
 def _square(h, change, a, numbers, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """a = relu(h)^2, of BLOCK numbers; ADD: of h + change, which takes the place of change."""
+    """a = relu(h)^2, of BLOCK numbers; ADD: of h + change, which takes the place of change.
+
+    h, change, a    `numbers` numbers each; a is written, change too with ADD
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     x = _load(h, at, mask)
@@ -65,7 +81,10 @@ def _square(h, change, a, numbers, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate(x, h, out, factor, numbers, BLOCK: tl.constexpr):
-    """out = factor relu(h) x, of BLOCK numbers."""
+    """out = factor relu(h) x, of BLOCK numbers.
+
+    The slope of relu(h)^2 is 2 relu(h); the 2 and the sign are in `factor`.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     _store(out, at, factor * tl.maximum(_load(h, at, mask), 0.0) * _load(x, at, mask), mask)
@@ -73,7 +92,11 @@ def _gate(x, h, out, factor, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total(y, dv, u, da, h, numbers, BLOCK: tl.constexpr):
-    """y += 2 relu(h) da - 2 [h > 0] u dv, of BLOCK numbers, in place."""
+    """y += 2 relu(h) da - 2 [h > 0] u dv, of BLOCK numbers, in place.
+
+    Two ways lead to h: the value a = relu(h)^2, whose slope is 2 relu(h), and the slope itself, which the slow gradient
+    contains and whose own slope is 2 where h > 0.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     r = _load(h, at, mask)
@@ -108,7 +131,10 @@ def _exclusive(S, n, numbers, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _back(dxhat, xhat, rstd, size):
-    """The gradient at the input of a layer norm, from that at its output xhat, for one row held whole."""
+    """The gradient at the input of a layer norm, from that at its output xhat, for one row held whole.
+
+    A layer norm takes out the mean and the length of its row, so the gradient loses its parts along both.
+    """
     return (dxhat - tl.sum(dxhat, 0) / size - xhat * (tl.sum(dxhat * xhat, 0) / size)) * rstd
 
 
@@ -168,7 +194,11 @@ def _slow_gradient(r, share, xhat, rstd, scale, e, g, v, changes, size, BLOCK: t
 
 @triton.jit
 def _fast_backward(dfeatures, ratio, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
-    """[dy, dscale, dshift] of one token, from the gradient of its fast features."""
+    """[dy, dscale, dshift] of one token, from the gradient of its fast features.
+
+    dfeatures   (N, size), made while the loss was scored;  ratio (1,): what the loss's own gradient adds
+    out         (N, 3 size), written: three vectors side by side, as the changes of `_normal`
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -218,7 +248,11 @@ def _slow_second(dg, dv, within, chunks, r, share, xhat, rstd, g, scale, e, dr, 
 
 @triton.jit
 def _slow_backward(dxhat, dfeatures, dstd, dscale, xhat, rstd, scale, out, size, BLOCK: tl.constexpr):
-    """[dy, dscale, dshift] of the slow norm for one token."""
+    """[dy, dscale, dshift] of the slow norm for one token.
+
+    The slow norm has three users: the features, the gradient that the fast weights are changed by, and the standard
+    deviation in it. Their gradients meet here.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -248,7 +282,10 @@ def inputs_backward(dq, dk, rows, e, D, dots, keys):
 
 
 def square(h):
-    """As fwl_passes.square."""
+    """As fwl_passes.square.
+
+    The grid has a program for every BLOCK numbers; the last one is masked.
+    """
     a = torch.empty_like(h)
     _square[(triton.cdiv(h.numel(), BLOCK),)](h, h, a, h.numel(), ADD=False, BLOCK=BLOCK)
     return a
