@@ -196,3 +196,18 @@ def test_files_stay_short():
     lengths = sorted(len(p.read_text().splitlines()) for p in PACKAGE.rglob("*.py"))
     assert lengths[len(lengths) // 2] < 200
     assert lengths[-1] < 400
+
+
+def test_a_quarter_of_the_package_is_explanation():
+    """Docstrings and comments over all lines that are not blank; a little less for work in progress."""
+    explained = total = 0
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text()
+        lines = [line.strip() for line in source.splitlines()]
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                text = node.body[0]
+                explained += sum(map(bool, lines[text.lineno - 1 : text.end_lineno]))
+        explained += sum(line.startswith("#") for line in lines)
+        total += sum(map(bool, lines))
+    assert explained / total > 0.24
