@@ -20,6 +20,9 @@ import fastweights
 ROOT = Path(__file__).parent.parent
 ROOMS = ["keras", "memory", "general_memory", "features", "adding_a_rule", "layers_frameworks", "layers_keras"]
 ROOMS += [f"fwl_{name}" for name in ("frameworks", "refresh_frameworks", "errors", "keras")]
+CHOSEN = {  # Keras on JAX compiles every new shape: not what has most of them; its other backends and Flax show that
+    "jax": "not (any_split or over_a_thousand or equal_keys or chunk_size_changes or (streaming and not silu))"
+}
 OFFSETS = [[0, 3, 3, 12], [0, 12, 12, 12], [0, 1, 11, 12]]
 
 
@@ -32,7 +35,7 @@ def test_backend(pytestconfig, name):
     files = ["fastweights/keras", *(f"tests/test_{room}.py" for room in ROOMS)]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--doctest-modules", *files,
-         "--frameworks", "keras", "--durations", "9"],
+         "--frameworks", "keras", "--durations", "9", "-k", CHOSEN.get(name, "")],
         env=os.environ | {"KERAS_BACKEND": name, "OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
