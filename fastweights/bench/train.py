@@ -48,7 +48,7 @@ class Result:
 
     size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "compiled" or "eager";
     share_of_peak: the arithmetic that the model needs over what the device could do in that time;  peak_bytes: the most
-    GPU memory that was held at once;  parts: milliseconds by part of the model, where they were asked for.
+    GPU memory that was held at once;  host_ms: until the host has queued a step;  parts: milliseconds by part of the model, where they were asked for.
     """
 
     size: str
@@ -62,6 +62,7 @@ class Result:
     ready: float
     loss: float
     peak_bytes: int
+    host_ms: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -162,6 +163,10 @@ def measure(
         wait()
         rounds.append((time.perf_counter() - started) / max(1, repeats // 3))
     seconds = sorted(rounds)[1]
+    started = time.perf_counter()
+    step()
+    host = time.perf_counter() - started
+    wait()
     rate = config.batch * config.length / seconds
     return Result(
         size,
@@ -175,6 +180,7 @@ def measure(
         ready,
         float(losses[WARM - 1]),
         torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+        1e3 * host,
         parts(trainer.model, step, device) if profile else {},
     )
 
@@ -251,12 +257,12 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
     table = new_table(f"training steps on {device}: data, forward, backward, clipping and AdamW")
     for heading in ("size", "model", "head", "blocks"):
         table.add_column(heading)
-    for heading in ("parameters", "tokens/s", "% of peak", "ms", "GiB", "ready s"):
+    for heading in ("parameters", "tokens/s", "% of peak", "ms", "host ms", "GiB", "ready s"):
         table.add_column(heading, justify="right")
     for r in results:
         table.add_row(
             r.size, r.model, r.head, r.how, f"{r.parameters / 1e6:.1f} M", f"{r.tokens_per_second:,.0f}",
-            f"{100 * r.share_of_peak:.1f}", f"{r.ms_per_step:.1f}", f"{r.peak_bytes / 2**30:.1f}", f"{r.ready:.1f}",
+            f"{100 * r.share_of_peak:.1f}", f"{r.ms_per_step:.1f}", f"{r.host_ms:.1f}", f"{r.peak_bytes / 2**30:.1f}", f"{r.ready:.1f}",
         )  # fmt: skip
     console.print(table)
     profiled = [r for r in results if r.parts]
