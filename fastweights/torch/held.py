@@ -72,7 +72,7 @@ def read(
         for call in calls:
             part = slice(call.a, call.b), slice(call.c, call.d)
             W, now = weights.rows(call.a, call.b), low.rows(call.a, call.b)
-            if now.dense1 is not W.dense1 and now.dense1.dtype != W.dense1.dtype:
+            if now.dense1.dtype != W.dense1.dtype:
                 torch._foreach_copy_(list(now), list(W))
             r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
             loss = None
@@ -222,8 +222,6 @@ def _subtract(w, keys, gradients):
     """w -= keys gradients, where w may be wider than they are."""
     if w.dtype == keys.dtype:
         w.baddbmm_(keys, gradients, alpha=-1)
-    elif w.is_cuda and torch.version.cuda and not torch.compiler.is_compiling():  # which does not know this one
-        torch.ops.aten.baddbmm.dtype_out(w, keys, gradients, w.dtype, alpha=-1, out=w)
     else:
         w -= torch.bmm(keys, gradients)
 
