@@ -160,8 +160,9 @@ def convolution(
 
     weight: (channels, W);  cu_seq_lens_q: offsets of packed rows, which theirs lets leak into each other.
     """
-    x = hidden_states.transpose(1, 2).to(weight.dtype)
-    y, _ = attention.convolve(OPS, weight.mT.contiguous(), x, None, cu_seq_lens_q, None)
+    wide = accumulation_dtype(weight.dtype) if weight.is_cpu else weight.dtype  # a kernel sums in float32 itself
+    x, taps = hidden_states.transpose(1, 2).to(wide), weight.to(wide).mT.contiguous()
+    y, _ = attention.convolve(OPS, taps, x, None, cu_seq_lens_q, None)
     y = y if bias is None else y + bias
     if activation is not None:
         y = _activation(activation)(y)

@@ -223,11 +223,12 @@ class Depthwise(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative: nothing in place
             dx = sum(around[:, W - 1 - j : 2 * W - 2 - j + T] * weight[j] for j in range(W))
             return dx, torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(W)])
-        dweight = torch.zeros_like(weight)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32  # sums over all tokens
+        dweight = torch.zeros_like(weight, dtype=wide)
         for a, b in _tokens_in_cache(dy):
             for j in range(W):
-                dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1))
-        return Depthwise.forward(around, weight.flip(0)), dweight
+                dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1), dtype=wide)
+        return Depthwise.forward(around, weight.flip(0)), dweight.to(weight.dtype)
 
 
 def _tokens_in_cache(x):
