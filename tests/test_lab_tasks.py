@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from fastweights.lab.engine.training import train  # noqa: E402
+from fastweights.lab.tasks import permutation_words  # noqa: E402
 from fastweights.lab.tasks.key_value_retrieval import Model, Task, effective  # noqa: E402
 
 MODELS = [("elu+1", "sum", "attention", "stable"), ("favor-64", "sum", "attention", "published"),
@@ -149,3 +150,36 @@ def test_stacked_lstm_is_torch_lstm():
     letters, asked = symbols[..., 0:8:2], symbols[..., -1:]
     at = (letters == asked).long().argmax(-1, keepdim=True)
     assert torch.equal(symbols[..., 1:8:2].gather(-1, at)[..., 0] - 26, digits)
+
+
+@pytest.mark.parametrize("name, size", [("S3", 6), ("S4", 24), ("A5", 60)])
+def test_words_over_a_group(name, size):
+    """The table is that of a group, and labels are the products that a loop over the word gives."""
+    table = permutation_words.multiplication_table(name)
+    everything = torch.arange(size)
+    assert torch.equal(table[0], everything)  # the identity
+    assert torch.equal(table.sort(0).values, everything[:, None].expand(size, size))  # every equation has a solution
+    a, b, c = torch.randint(size, (3, 100), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(table[a, table[b, c]], table[table[a, b], c])
+    tokens, products = permutation_words.words(table, 2, 3, 13, torch.Generator().manual_seed(0))
+    assert (tokens[..., 0] == size).all()
+    assert (products[..., 0] == 0).all()
+    for t in range(1, 13):
+        assert torch.equal(products[..., t], table[tokens[..., t], products[..., t - 1]])
+
+
+@pytest.mark.parametrize("mixer, writes", [("delta", 2), ("gated-delta", 1), ("softmax", 1)])
+def test_copies_that_track_words_know_nothing_of_each_other(mixer, writes):
+    torch.manual_seed(0)
+    model = permutation_words.Trackers(6, mixer, beta_max=[1.0, 2.0], writes=writes, dim=8, heads=2, key_dim=4)
+    table, generator = permutation_words.multiplication_table("S3"), torch.Generator().manual_seed(0)
+    tokens, products = permutation_words.words(table, 2, 3, 16, generator)
+    course = permutation_words.Course(2, 6, 0.1, "cpu")
+    course.learn(torch.tensor([0.0, 9.0]), 16)
+    assert course.counted(5).tolist() == [[0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]
+    first, _ = permutation_words.losses(model, tokens, products, course.counted(16), 0.1)
+    first.backward()
+    for p in model.parameters():
+        p = p.grad if p.grad.shape[0] == 2 else p.grad.transpose(0, 1)
+        assert p[0].abs().sum() > 0
+        assert p[1].abs().sum() == 0

@@ -30,4 +30,5 @@ EXPERIMENTS = (
     "recall",
     "question-answering",
     "translation",
+    "state-tracking",
 )
