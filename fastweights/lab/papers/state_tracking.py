@@ -72,8 +72,8 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
                           heads=arm["heads"], key_dim=arm["key_dim"]).to(device)  # fmt: skip
     found = torch.zeros(len(rates), device=device)  # the losses of the last step
 
-    def objective(*batch: Any) -> Any:
-        each = task.losses(model, *batch, smoothing=SMOOTHING)
+    def objective(tokens: Any, products: Any, counted: Any) -> Any:
+        each = task.losses(model, tokens, products, counted, SMOOTHING)
         found.copy_(each.detach())
         return each.sum()
 
