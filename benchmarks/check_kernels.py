@@ -2,6 +2,7 @@
 
     python -m benchmarks.check_kernels            every case
     python -m benchmarks.check_kernels --quick    the fewest cases that take every branch of every kernel
+    python -m benchmarks.check_kernels --general  decay per channel and erase keys, whose kernels are off on a GPU
 
 Against the equation in float64, every output and gradient may err at most twice as much as plain PyTorch does in the
 same dtype, the worse of the loop and of the plain chunked form. With TF32 that is the worse of the chunked form on this
@@ -26,14 +27,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import kernel_branches
 from fastweights import core
 from fastweights.core import Inputs, Spec
-from fastweights.torch import fast_weight, methods
+from fastweights.torch import fast_weight, kernels, methods
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU can plan the cases, not check them
 FULL = dict(B=2, T=130, H=2, K=64, V=64, dtype=torch.bfloat16, rule="delta", read="after", beta=True, decay=True)
 
 
-def problem(B, T, H, K, V, dtype, beta, decay, *, repeat=False, sequences=None, **_):
-    """Inputs by name, rounded to dtype; unit keys."""
+def problem(B, T, H, K, V, dtype, beta, decay, *, erase=False, repeat=False, sequences=None, **_):
+    """Inputs by name, rounded to dtype; unit keys.
+
+    decay: True, one per head;  "channel", one per key channel;  "hard", these from none to exp(-400) per token.
+    """
     random = torch.Generator(DEVICE).manual_seed(T + K)
     draw = lambda *shape: torch.randn(*shape, generator=random, device=DEVICE)  # noqa: E731
     k = draw(B, T, H, K)
@@ -41,15 +45,21 @@ def problem(B, T, H, K, V, dtype, beta, decay, *, repeat=False, sequences=None, 
     x = dict(q=draw(B, T, H, K) * K**-0.5, k=k, v=draw(B, T, H, V), state=draw(sequences or B, H, K, V))
     if beta:
         x["beta"] = draw(B, T, H).sigmoid()
-    if decay:
-        x["log_decay"] = -draw(B, T, H).exp() / 8
+    if decay == "hard":
+        kinds = torch.tensor([0.0, -1e-3, -0.5, -30.0, -400.0], device=DEVICE)
+        x["log_decay"] = kinds[torch.randint(5, (B, T, H, K), generator=random, device=DEVICE)]
+        x["log_decay"][..., 0] = 0.0
+    elif decay:
+        x["log_decay"] = -draw(B, T, H, *([K] if decay == "channel" else [])).exp() / 8
+    if erase:
+        x["erase"] = torch.nn.functional.normalize(k + 0.2 * K**-0.5 * draw(B, T, H, K), dim=-1)
     return {n: t if n == "state" else t.to(dtype) for n, t in x.items()}
 
 
-def loop(q, k, v, beta=None, log_decay=None, state=None, *, rule, read, cuts=None):
+def loop(q, k, v, beta=None, log_decay=None, state=None, erase=None, *, rule, read, cuts=None):
     """The equation token by token, everything in the dtype of q; packed sequences one after the other."""
     if cuts:
-        whole = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay)
+        whole = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, erase=erase)
         parts = [
             loop(**{n: None if x is None else x[:, a:b] for n, x in whole.items()}, state=state[n : n + 1], rule=rule,
                  read=read)
@@ -59,7 +69,7 @@ def loop(q, k, v, beta=None, log_decay=None, state=None, *, rule, read, cuts=Non
     S = state.to(q.dtype)
     spec, outputs = Spec(rule=rule, read=read), []
     for t in range(q.shape[1]):
-        token = (None if x is None else x[:, t] for x in (q, k, v, beta, log_decay))
+        token = (None if x is None else x[:, t] for x in (q, k, v, beta, log_decay, erase))
         S, o = core.step(S, Inputs(*token), spec, torch)
         outputs.append(o)
     return (torch.stack(outputs, 1) if outputs else v), S
@@ -84,11 +94,9 @@ class Rounding(TorchDispatchMode):
         return run(*args, **(kwargs or {}))
 
 
-def rounded(q, k, v, beta=None, log_decay=None, state=None, *, rule, read, cu_seqlens=None):
+def rounded(q, k, v, beta=None, log_decay=None, state=None, erase=None, *, rule, read, cu_seqlens=None):
     """The chunked form in differentiable operators, under `Rounding`."""
-    return methods.plain(
-        Inputs(q, k, v, beta, log_decay, state=state, cu_seqlens=cu_seqlens), Spec(rule, read, chunk_size=64)
-    )
+    return methods.plain(Inputs(q, k, v, beta, log_decay, erase, state, cu_seqlens), Spec(rule, read, chunk_size=64))
 
 
 def compare(precision="highest", **case):
@@ -142,6 +150,34 @@ def cases():
     yield dict(B=1, T=16384, H=1, K=128, V=128, decay=False, rule="sum")
 
 
+def general():
+    """Cases of decay per channel and of erase keys, as `cases`. One that reads out of bounds spoils those after it."""
+    kinds = ("channel", False), ("channel", True), ("hard", True), (True, True), (False, True)
+    for (decay, erase), read in itertools.product(kinds, ("after", "before")):
+        yield dict(decay=decay, erase=erase, read=read)
+        yield dict(decay=decay, erase=erase, read=read, T=128, K=128, V=128)
+    for decay, read in itertools.product(("channel", "hard"), ("after", "before")):
+        yield dict(rule="sum", decay=decay, read=read)
+        yield dict(rule="sum", decay=decay, read=read, T=128, K=128, V=128, beta=False)
+    for K, V in ((16, 16), (96, 16), (64, 128), (192, 80), (256, 256)):
+        yield dict(K=K, V=V, decay="channel", erase=True)
+    for dtype, precision in itertools.product((torch.float16, torch.float32), ("highest", "high")):
+        if dtype == torch.float32 or precision == "highest":
+            for K, V in ((16, 96), (64, 64), (128, 128)):
+                yield dict(K=K, V=V, dtype=dtype, precision=precision, decay="channel")
+            yield dict(dtype=dtype, precision=precision, decay="hard", erase=True, read="before")
+            yield dict(dtype=dtype, precision=precision, decay=True, erase=True)
+            yield dict(dtype=dtype, precision=precision, decay="channel", rule="sum", beta=False)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield dict(B=1, T=300, dtype=dtype, cuts=(0, 1, 130, 130, 300), decay="channel", erase=True)
+        yield dict(B=1, T=300, dtype=dtype, cuts=(0, 64, 192, 300), decay="hard", rule="sum", read="before")
+        yield dict(dtype=dtype, repeat=True, decay="channel")
+    yield dict(B=1, T=16384, H=1, decay="channel", read="before")  # cut into segments
+    yield dict(B=1, T=16384, H=1, K=128, V=128, decay="channel", rule="sum")
+    for T in (1, 63, 64, 65, 1000):
+        yield dict(T=T, B=32 if T < 3 else 2, decay="channel", erase=True)
+
+
 def tokens():
     """Single tokens without gradients, which have a kernel of their own."""
     switches = ("delta", "sum"), ("after", "before"), (True, False), (torch.float32, torch.bfloat16)
@@ -149,6 +185,8 @@ def tokens():
         itertools.product(*switches), ((16, 16), (64, 64), (96, 80), (384, 128))
     ):
         yield dict(B=5, T=1, H=3, K=K, V=V, dtype=dtype, rule=rule, read=read, beta=rates, decay=rates)
+    for read, K in itertools.product(("after", "before"), (16, 96)):
+        yield dict(B=5, T=1, H=3, K=K, V=64, read=read, decay="channel", erase=True)
 
 
 def compare_token(**case):
@@ -245,6 +283,7 @@ def run(some):
 def main():
     parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
     parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
+    parser.add_argument("--general", action="store_true", help="kernels that are off: decay per channel, erase keys")
     parser.add_argument("--jobs", type=int, default=min(8, (os.cpu_count() or 2) // 2), help="processes side by side")
     parser.add_argument("--part", type=int, help="only this one of `jobs` parts, in this process")
     asked = parser.parse_args()
@@ -255,7 +294,8 @@ def main():
         print("all held" if not failures else f"{failures} of {asked.jobs} parts had failures")
         sys.exit(bool(failures))
     part, jobs = asked.part or 0, asked.jobs if asked.part is not None else 1
-    some = checks()
+    kernels.general.ON_GPU = asked.general
+    some = [(compare, case) for case in general()] if asked.general else checks()
     if asked.quick:
         some, number = quick()
         if part == 0:

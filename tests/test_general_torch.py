@@ -99,13 +99,16 @@ def test_autocast_and_half_precision(rng):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-def test_kernels_say_what_they_lack(rng, monkeypatch):
+def test_kernels_say_what_they_lack(monkeypatch):
     from fastweights.torch import kernels
 
     monkeypatch.setattr(kernels, "INTERPRETED", True)
-    q, k, v, _, log_decay, erase, _ = tensors(rng, T=4, dtype=torch.float32)
-    with pytest.raises(FastWeightError, match="method='kernel' has no decay per channel yet; use method=\"chunked\""):
-        fast_weight(q, k, v, log_decay=log_decay, method="kernel")
-    with pytest.raises(FastWeightError, match="method='kernel' has no erase key yet; use method=\"chunked\""):
-        fast_weight(q, k, v, erase=erase, method="kernel")
-    assert choose(Inputs(q, k, v, None, log_decay), Spec()) == "chunked"
+    wide = torch.zeros(1, 4, 2, 160)
+    lacks = (
+        "method='kernel' takes keys of at most 128 features in torch.float32 with {}, got 160; use method=\"chunked\""
+    )
+    with pytest.raises(FastWeightError, match=lacks.format("log_decay per channel")):
+        fast_weight(wide, wide, wide, log_decay=wide, method="kernel")
+    with pytest.raises(FastWeightError, match=lacks.format("erase")):
+        fast_weight(wide, wide, wide, erase=wide, method="kernel")
+    assert choose(Inputs(wide, wide, wide, None, wide), Spec()) == "chunked"

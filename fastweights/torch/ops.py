@@ -77,9 +77,9 @@ def fast_weight(
         cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
         method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
-            "kernel", the same in Triton (CUDA; no float64, no decay per channel, no erase key), one launch for one
-            token without gradients; "auto", kernel where it can run, else recurrent for one token, else chunked. One
-            token with gradients is recurrent.
+            "kernel", the same in Triton (CUDA; no float64; with a decay per channel or an erase key, one token
+            without gradients alone), one launch for one token without gradients; "auto", kernel where it can run, else
+            recurrent for one token, else chunked. One token with gradients is recurrent.
         features, norm: map q, k and erase first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of
             the state is then the width of the features. Kernels then keep q and k alone for the backward
             pass, which makes the features anew.

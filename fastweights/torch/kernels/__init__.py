@@ -27,7 +27,7 @@ from fastweights.core import ARRAYS, TOKENS, Inputs, Spec, refuses_chunks
 from fastweights.features import parse
 from fastweights.torch import methods
 from fastweights.torch.kernels import backward as backward_kernels
-from fastweights.torch.kernels import blocks, inverse, sequence_parallel, spans, step, tiles
+from fastweights.torch.kernels import blocks, general, general_plan, inverse, sequence_parallel, spans, step, tiles
 from fastweights.torch.kernels import features as maps_kernels
 from fastweights.torch.kernels import forward as forward_kernels
 from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
@@ -46,16 +46,23 @@ def refuses(inputs: Inputs, spec: Spec) -> str | None:
         return f"computes in float32 or less; q is {q.dtype}"
     if not q.is_cuda and not INTERPRETED:
         return f"needs a CUDA device; q is on {q.device}"
-    if inputs.by_channel:
-        return 'has no decay per channel yet; use method="chunked", or log_decay of shape (B, T, H)'
-    if inputs.erase is not None:
-        return 'has no erase key yet; use method="chunked"'
-    return refuses_chunks(spec)
+    if reason := refuses_chunks(spec):
+        return reason
+    if general.takes(inputs) and not (spec.writes == 1 and _is_step(inputs)):
+        return general.refuses(inputs, feature_width(inputs, spec))
+    return None
 
 
 def maps(inputs: Inputs, spec: Spec) -> bool:
-    """Whether the kernels map and normalise q and k themselves."""
-    return maps_kernels.takes(parse(spec.features), spec.norm, inputs.q)
+    """Whether the kernels map and normalise q and k themselves; an erase key is mapped before."""
+    return inputs.erase is None and maps_kernels.takes(parse(spec.features), spec.norm, inputs.q)
+
+
+def _is_step(inputs):
+    """Whether inputs are one token without gradients, which has a kernel of its own; it holds its memory's rows."""
+    q = inputs.q
+    one = q.shape[1] == 1 and inputs.cu_seqlens is None and q.shape[-1] <= 4096
+    return one and not needs_gradient(inputs) and not is_transformed()
 
 
 def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Tensor]:
@@ -63,9 +70,7 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
 
     overwrite: the new state may take the place of the old one; only a single token does so.
     """
-    q = inputs.q
-    one = q.shape[1] == 1 and inputs.cu_seqlens is None and q.shape[-1] <= 4096  # a program holds its memory's rows
-    if one and not needs_gradient(inputs) and not is_transformed():
+    if _is_step(inputs):
         return step.run(inputs, spec, overwrite)
     return methods.run(METHOD, inputs, spec)
 
@@ -119,6 +124,8 @@ def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtyp
     where a span has several rows, u like v, what was written (delta rule). All in the dtype of q.
     """
     (B, T, H, _), V, K = inputs.q.shape, inputs.v.shape[-1], feature_width(inputs, spec)
+    if general.takes(inputs):
+        return general.shapes(inputs, spec, K, bound(B, T, tiles.C, inputs.cu_seqlens))
     every = rows_per_span(inputs, spec)
     rows, kept = (bound(B, T, tiles.C * size, inputs.cu_seqlens) for size in (1, every))
     X = [(rows, H, tiles.C, tiles.C)] if spec.delta else []
@@ -184,6 +191,11 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
     """
     precision = float32_products()
     x, _, where, n = _inputs(plan, slots, inputs, spec, whole)
+    if general.takes(inputs):
+        o, state, saved = general_plan.add_forward(plan, x, where, n, inputs, spec, precision, save)
+        shapes = general.shapes(inputs, spec, x.k.shape[-1], where.room) if save else []
+        saved = [_shaped(plan, slot, shape) for slot, (shape, _) in zip(saved, shapes, strict=True)]
+        return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
     X = inverse.inverse(plan, x.k, beta, log_g, where, precision) if spec.delta else None
     walk, B = (x.q, x.k, x.v, beta, log_g, X), inputs.q.shape[0]
@@ -192,12 +204,16 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
     if n > 1:
         start = sequence_parallel.before_each(plan, B, *walk, start, where, spec, precision)
     o, state, S, u = forward_kernels.walk(plan, *walk, start, where, spec, precision, width=x.v.shape[-1], save=save)
-    o = _shaped(plan, o, inputs.v.shape)
-    if n > 1:
-        last = lambda S: S[n - 1 :: n].contiguous()  # noqa: E731
-        state = plan.compute(last, (state,), (B, *state.shape[1:]), state.dtype)
     saved = [slot for slot in (X, S, _shaped(plan, u, inputs.v.shape)) if slot is not None] if save else []
-    return o, state, saved
+    return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
+
+
+def _last(plan, state, n):
+    """The state after the last of n sections of each sequence, from those after every section."""
+    if n == 1:
+        return state
+    shape = (state.shape[0] // n, *state.shape[1:])
+    return plan.compute(lambda S: S[n - 1 :: n].contiguous(), (state,), shape, state.dtype)
 
 
 def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
@@ -235,8 +251,26 @@ def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: lis
     """
     precision = float32_products()
     x, raw, where, n = _inputs(plan, slots, inputs, spec, whole)
+    add = general_plan.add_backward if general.takes(inputs) else _backward
+    grads, dstate = add(plan, x, sequence_parallel.cut(n, do), end, saved, where, n, inputs, spec, precision)
+    if spec.maps:
+        phi, shape = parse(spec.features), tuple(inputs.q.shape)
+        grads[:2] = (
+            maps_kernels.plan_backward(plan, d, r, shape, phi, spec.norm) for d, r in zip(grads, raw, strict=False)
+        )
+    grads = [None if g is None else _shaped(plan, g, a.shape) for g, a in zip(grads, inputs[:TOKENS], strict=True)]
+    if inputs.state is None:
+        dstate = None
+    elif n > 1:
+        first = lambda D: D[::n].contiguous()  # noqa: E731
+        dstate = plan.compute(first, (dstate,), inputs.state.shape, dstate.dtype)
+    return [*grads, dstate]
+
+
+def _backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
+    """`general_plan.add_backward` for one decay per head, or none, and no erase key."""
     X, S, u = (*saved, None)[:3] if spec.delta else (None, *saved, None)
-    B, do = inputs.q.shape[0], sequence_parallel.cut(n, do)
+    B = inputs.q.shape[0]
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
     if n > 1:
         arrays = (x.q, x.k, beta, log_g, X, do, end)
@@ -250,19 +284,7 @@ def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: lis
         grads = [dq, dk, dy, dbeta, None]
     else:
         grads = list(backward_kernels.local(plan, x, beta, log_g, X, S, D, do, dy, where, spec, precision))
-    if spec.maps:
-        phi, shape = parse(spec.features), tuple(inputs.q.shape)
-        grads[:2] = (
-            maps_kernels.plan_backward(plan, d, r, shape, phi, spec.norm) for d, r in zip(grads, raw, strict=False)
-        )
-    grads.append(None)  # of the erase key
-    grads = [None if g is None else _shaped(plan, g, a.shape) for g, a in zip(grads, inputs[:TOKENS], strict=True)]
-    if inputs.state is None:
-        dstate = None
-    elif n > 1:
-        first = lambda D: D[::n].contiguous()  # noqa: E731
-        dstate = plan.compute(first, (dstate,), inputs.state.shape, dstate.dtype)
-    return [*grads, dstate]
+    return [*grads, None], dstate  # none of the erase key
 
 
 def _shaped(plan, slot, shape):

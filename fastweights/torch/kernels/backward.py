@@ -368,6 +368,6 @@ def local(plan, x, beta_rows, log_g, X, S, D, do, dy, layout, spec, precision):
         layout.launch(
             plan, _local, (layout.rows * H,),
             (q, k, v, beta_rows, log_g, X, S, D, do, dy, u, dq, dk, dbeta, dlog_decay),
-            (H, K, V, C, 64, BV, spec.delta, spec.before, x.beta is not None, log_g is not None,
+            (H, K, V, C, blocks.LOCAL_KEYS, BV, spec.delta, spec.before, x.beta is not None, log_g is not None,
              layout.of_row is not None, precision), num_warps=warps, num_stages=stages)  # fmt: skip
     return dq, dk, dy, dbeta, dlog_decay

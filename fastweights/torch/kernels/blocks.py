@@ -17,7 +17,13 @@ PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
 # (warps, stages). Local gradients: by the width of a block of values. Inverses: of a block of keys.
 LOCAL = {64: (4, 1), 128: (4, 1)}
+LOCAL_KEYS = 64
 INVERSE = {64: (4, 1), 128: (4, 1)}
+# The same for general memories, whose chunks are larger.
+GENERAL_WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 2)}
+# Their other kernels, by whether numbers are float32: (keys, warps, stages) and (keys, values, warps, stages).
+GENERAL_PREPARE = {False: (64, 4, 1), True: (64, 4, 1)}
+GENERAL_GRADIENTS = {False: (32, 128, 4, 1), True: (32, 64, 4, 1)}
 
 SPAN = 16  # rows
 ON_CHIP = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}  # widest keys whose memory fits registers
@@ -35,7 +41,7 @@ def every(K, V, dtype, inputs, spec):
     and registers too little room for wide values. Otherwise 16: a sixteenth of the memory traffic and of the memory
     kept.
     """
-    by_row = inputs.log_decay is not None or ON_CHIP[dtype] < K or V > 128
+    by_row = inputs.log_decay is not None or inputs.erase is not None or ON_CHIP[dtype] < K or V > 128
     by_row |= inputs.beta is not None and (not spec.delta or dtype == torch.float16)
     return 1 if by_row else SPAN
 
@@ -87,6 +93,17 @@ def inverse(k):
     """(BK, warps, stages) of the inverses."""
     BK = 128 if k.shape[-1] > 64 else 64
     return BK, *INVERSE[BK]
+
+
+def general_prepare(k):
+    """(BK, warps, stages) of what general.py prepares."""
+    return GENERAL_PREPARE[k.dtype == torch.float32]
+
+
+def general_gradients(k, V):
+    """(BK, BV, warps, stages) of its gradients."""
+    BK, BV, warps, stages = GENERAL_GRADIENTS[k.dtype == torch.float32]
+    return BK, min(BV, block(V)), warps, stages
 
 
 @cache

@@ -8,7 +8,7 @@ Backward, with E the gradient of S that a section's own outputs ask for, D goes 
 import torch
 
 from fastweights.core import Spec
-from fastweights.torch.kernels import backward, blocks, forward, tiles
+from fastweights.torch.kernels import backward, blocks, forward, general_walks, tiles
 
 FULL = 128  # heads of sequences that fill a device
 
@@ -64,7 +64,7 @@ def chain(B, start, M, N, *, backwards):
     if M is None:
         each = torch.cat([start[:, None], N[:, :-1]], 1).cumsum(1)
         return turn(each).flatten(0, 1).contiguous()
-    M = turn((M.mT if backwards else M).unflatten(0, (B, -1)))
+    M = turn((M.mT if backwards and M.shape[-1] > 1 else M).unflatten(0, (B, -1)))
     S = [start]
     for s in range(N.shape[1] - 1):
         S.append((M[:, s] * S[-1] if M.shape[-1] == 1 else torch.matmul(M[:, s], S[-1])) + N[:, s])
@@ -86,5 +86,33 @@ def after_each(plan, B, q, k, beta, log_g, X, do, dstate, layout, spec, precisio
     """Plan the gradient of the memory after each section: a slot (B * n, H, K, V), by a reverse walk from nothing."""
     E = backward.reverse(plan, q, k, beta, log_g, X, do, None, layout, spec, precision, out=False)[1]
     M = transition(plan, k, beta, log_g, X, layout, precision)
+    function = lambda end, M, E: chain(B, end, M, E, backwards=True)  # noqa: E731
+    return plan.compute(function, (dstate, M, E), E.shape, torch.float32)
+
+
+def general_transition(plan, prepared, layout, precision):
+    """`transition` of what `general.prepare` gave: (sections, H, K, K), or (sections, H, K, 1) for the sum rule."""
+    _, _, W, _, X, g_end = prepared
+    n, (H, K) = layout.sequences, W.shape[2:]
+    if X is not None:
+        eye = lambda: torch.eye(K, device=plan.device).expand(n, H, K, K).contiguous()  # noqa: E731
+        start = plan.compute(eye, (), (n, H, K, K), torch.float32)
+        return general_walks.walk(plan, prepared, None, start, layout, Spec(), precision, width=K, out=False)[1]
+    whole = lambda g_end: g_end.unflatten(0, (n, -1)).prod(1)[..., None]  # noqa: E731
+    return plan.compute(whole, (g_end,), (n, H, K, 1), torch.float32)
+
+
+def general_before_each(plan, B, prepared, v, state, layout, spec, precision):
+    """`before_each` of what `general.prepare` gave."""
+    N = general_walks.walk(plan, prepared, v, None, layout, spec, precision, width=v.shape[-1], out=False)[1]
+    M = general_transition(plan, prepared, layout, precision)
+    function = lambda start, M, N: chain(B, start, M, N, backwards=False)  # noqa: E731
+    return plan.compute(function, (state, M, N), N.shape, torch.float32)
+
+
+def general_after_each(plan, B, prepared, do, dstate, layout, spec, precision):
+    """`after_each` of what `general.prepare` gave."""
+    E = general_walks.walk_back(plan, prepared, do, None, layout, spec, precision, out=False)[1]
+    M = general_transition(plan, prepared, layout, precision)
     function = lambda end, M, E: chain(B, end, M, E, backwards=True)  # noqa: E731
     return plan.compute(function, (dstate, M, E), E.shape, torch.float32)

@@ -32,8 +32,8 @@ def _mapped(x, at, f, K: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORM
 
 
 @triton.jit
-def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-          BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr,
+def _step(q, k, v, beta, log_decay, erase, S0, o, S1, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+          BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, CHANNEL: tl.constexpr,
           D: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
     """One token of one sequence and head: decay, write, and read.
 
@@ -59,10 +59,15 @@ def _step(q, k, v, beta, log_decay, S0, o, S1, H: tl.constexpr, K: tl.constexpr,
     # The equation of core.step, line by line: read before, decay, error, rate, write, read after.
     if BEFORE:
         o_t = tl.sum(q_t[:, None] * S, 0)
-    if log_decay is not None:
+    if CHANNEL:
+        S *= tl.exp(tl.load(log_decay + at * K + d, mask=d < K, other=0.0).to(tl.float32))[:, None]
+    elif log_decay is not None:
         S *= tl.exp(tl.load(log_decay + at).to(tl.float32))
     if DELTA:
-        u -= tl.sum(k_t[:, None] * S, 0)
+        e_t = k_t
+        if erase is not None:
+            e_t = _mapped(erase, at * D, d, K, D, KIND, NORM, EPS)
+        u -= tl.sum(e_t[:, None] * S, 0)
     if beta is not None:
         u *= tl.load(beta + at).to(tl.float32)
     S += k_t[:, None] * u[None, :]
@@ -91,7 +96,7 @@ def _run(inputs, after, spec):
 def _plan(plan, spec):
     """Add the one launch to a plan."""
     *slots, after = plan.inputs
-    q, k, v, beta, log_decay, _, state = slots
+    q, k, v, beta, log_decay, erase, state = slots
     (B, _, H, D), V = q.shape, v.shape[-1]
     phi = parse(spec.features)
     K = phi.width(D)
@@ -100,8 +105,9 @@ def _plan(plan, spec):
     if after.numel():
         BK = max(16, 1 << (K - 1).bit_length())
         plan.launch(
-            _step, (-(-V // BV), B * H), (q, k, v, beta, log_decay, state, o, after), (),
-            (H, K, V, BK, BV, spec.delta, spec.before, D, KINDS[phi.kind], NORMS[spec.norm], EPS),
+            _step, (-(-V // BV), B * H), (q, k, v, beta, log_decay, erase, state, o, after), (),
+            (H, K, V, BK, BV, spec.delta, spec.before, Inputs(*slots).by_channel, D, KINDS[phi.kind], NORMS[spec.norm],
+             EPS),
             num_warps=4 if BK >= 64 else 1)  # fmt: skip
 
 

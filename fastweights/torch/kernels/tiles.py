@@ -223,7 +223,7 @@ def exact_products():
 def product(a, b, c, PRECISION: tl.constexpr):
     """a @ b + c in float32. tf32 is rounded to nearest here: the tensor cores drop the bits that do not fit."""
     if PRECISION == "tf32" and a.dtype == tl.float32:
-        a, b = _round(a), _round(b)
+        a, b = round_to_tf32(a), round_to_tf32(b)
     if a.dtype == tl.float32 and c is not None:  # the tensor cores truncate what they add to
         return c + tl.dot(a, b, input_precision=PRECISION)
     else:
@@ -237,7 +237,7 @@ def solve(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _round(x):
+def round_to_tf32(x):
     """x rounded to the ten bits of TF32, to nearest: 4096 is half of the last bit that is kept."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 

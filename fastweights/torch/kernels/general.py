@@ -1,0 +1,190 @@
+"""Decay per channel, and erase keys: what a chunk needs before the memory comes, and the gradients after it has gone.
+
+    e = X (v - E S),  o = Q S + A e,  S' = g S + W^T e        X = (I + M)^{-1}
+
+Q, E and W (C, K) are queries and erase keys times the decay from the chunk's start, and keys times their rate and the
+decay to its end; A and M are what queries and erase keys read of each error e that was written in their own chunk.
+`prepare` writes all of them to memory, so that the walks (general_walks.py) need not know about decay, rates or reads.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fastweights.torch.kernels import blocks
+from fastweights.torch.kernels.inverse import _invert
+from fastweights.torch.kernels.pairs import (
+    add_up,
+    between,
+    cuts,
+    factors,
+    load_channels,
+    load_heads,
+    meet,
+    signs,
+)
+from fastweights.torch.kernels.tiles import (
+    C,
+    decay,
+    find_row,
+    load_tile,
+    product,
+    store_tile,
+)
+
+# Off: on an H200 comparisons were right but for read="before" with a decay per channel and 128 keys, where a kernel
+# reads outside of its memory; why is not known (docs/results/kernels-on-a-gpu.md).
+ON_GPU = False
+LIMIT = {torch.bfloat16: 40.0, torch.float16: 40.0, torch.float32: 4.0}  # of pairs.py: what keeps the digits of a dtype
+
+
+@triton.jit
+def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequence, of_row, T, per, tokens,
+             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+             BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
+             PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)  # one program: one row and head
+    row, head = at // H, at % H
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    dtype = k.dtype.element_ty
+    # float16 has too little range for factors above 1
+    low: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
+    i = tl.arange(0, C)
+    seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+    A_i = tl.zeros([C, C], tl.float32)
+    M_i = tl.zeros([C, C], tl.float32)
+    if DECAY == 1:
+        log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, dtype)
+    for first in range(0, K, BK):
+        q_i = load_tile(q, token, head, first, left, H, K, C, BK)
+        w_i = load_tile(k, token, head, first, left, H, K, C, BK)
+        e_i = w_i
+        if DELTA and erase is not None:
+            e_i = load_tile(erase, token, head, first, left, H, K, C, BK)
+        if beta is not None:
+            b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+            w_i = w_i * b[:, None]
+        if DECAY:
+            if DECAY == 1:
+                to_key, to_query = decay(log_g)[:, None], decay(log_r)[:, None]
+                to_end = decay(log_end - log_g)[:, None]
+                g = decay(log_end) + tl.zeros([BK], tl.float32)
+            else:
+                log_a = load_channels(log_decay, token, head, first, left, H, K, C, BK, sign.dtype.element_ty)
+                to_key = tl.exp(add_up(sign, 0, log_a, C, SUMS))
+                to_query = tl.exp(add_up(sign, 1, log_a, C, SUMS)) if BEFORE else to_key
+                to_end = tl.exp(add_up(sign, 2, log_a, C, SUMS))
+                often, log_end = cuts(log_a, C, BK, LIMIT)
+                g = tl.exp(log_end)
+            store_tile(Q, q_i * to_query, token, head, first, left, H, K, C, BK)
+            if DELTA:
+                store_tile(E, e_i * to_key, token, head, first, left, H, K, C, BK)
+            store_tile(W, w_i * to_end, token, head, first, left, H, K, C, BK)
+            channel = first + tl.arange(0, BK)
+            tl.store(g_end + at * K + channel, g, mask=channel < K)
+        elif beta is not None:
+            store_tile(W, w_i, token, head, first, left, H, K, C, BK)
+        if DECAY == 2:
+            for step in range(0, often + 1):
+                to_reader, to_boundary = factors(sign, log_a, step, C, True, LIMIT, SUMS)
+                written = tl.trans((w_i * to_boundary).to(low))
+                if DELTA:
+                    P = product((e_i * to_reader).to(low), written, None, PRECISION)
+                    M_i += tl.where(meet(step, step == often, C), P, 0.0)
+                if BEFORE:
+                    to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
+                P = product((q_i * to_reader).to(low), written, None, PRECISION)
+                A_i += tl.where(meet(step, step == often, C), P, 0.0)
+        else:
+            w_i = tl.trans(w_i.to(dtype))
+            A_i = product(q_i, w_i, A_i, PRECISION)
+            if DELTA:
+                M_i = product(e_i, w_i, M_i, PRECISION)
+    to = at * C * C + i[:, None] * C + i[None, :]
+    if DECAY == 1:
+        M_i *= between(log_g, log_g, C)
+        A_i *= between(log_r, log_g, C)
+    tl.store(A + to, tl.where(seen, A_i, 0.0).to(A.dtype.element_ty))
+    if DELTA:
+        M_i = tl.where(i[:, None] > i[None, :], M_i, 0.0)
+        tl.store(X + to, _invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
+
+
+def precisions(k, precision):
+    """(products of pairs, sums of log_decay, the inverse)."""
+    if k.dtype != torch.float32:
+        return ("tf32",) * 3
+    exact = "tf32x3" if precision == "tf32" else precision
+    return precision, exact, exact
+
+
+def kind_of_decay(x):
+    """0: no decay, 1: one per head, 2: one per channel."""
+    return 0 if x.log_decay is None else 2 if x.by_channel else 1
+
+
+def sums(plan, x):
+    """A slot of `pairs.signs` in the dtype that log_decay is summed in."""
+    if not x.by_channel:
+        return None
+    short = x.k.dtype == x.log_decay.dtype == torch.bfloat16
+    return plan.constant(_matrices(torch.bfloat16 if short else torch.float32, plan.device))
+
+
+_matrices = cache(signs)
+
+
+def takes(x):
+    """Whether inputs x need these kernels: the others have one decay per head and read at the key they write."""
+    return x.by_channel or x.erase is not None
+
+
+def refuses(x, K):
+    """Why these kernels cannot compute inputs x, with K features of keys, or None."""
+    given, widest = "log_decay per channel" if x.by_channel else "erase", blocks.ON_CHIP[x.q.dtype]
+    if widest < K:
+        return f'takes keys of at most {widest} features in {x.q.dtype} with {given}, got {K}; use method="chunked"'
+    if x.q.is_cuda and not ON_GPU:
+        return f'has no {given} on a GPU yet, but for one token without gradients; use method="chunked"'
+    return None
+
+
+def kept(inputs, spec):
+    """Which slots of `prepare` are tensors of their own, kept for the backward pass, by their index there."""
+    written = inputs.log_decay is not None
+    own = (written, written and spec.delta, written or inputs.beta is not None, True, spec.delta, written)
+    return [n for n, is_own in enumerate(own) if is_own]
+
+
+def shapes(inputs, spec, K, rows):
+    """(shape, dtype) of what `kept` names, of S and, for the delta rule, of e: what a forward pass saves."""
+    (B, T, H, _), V, dtype = inputs.q.shape, inputs.v.shape[-1], inputs.q.dtype
+    keys, square = ((B, T, H, K), dtype), ((rows, H, C, C), dtype)
+    prepared = keys, keys, keys, square, square, ((rows, H, K), torch.float32)
+    walked = [((rows, H, V, K), dtype), (tuple(inputs.v.shape), dtype)]
+    return [*(prepared[n] for n in kept(inputs, spec)), *walked[: 2 if spec.delta else 1]]
+
+
+def prepare(plan, x, layout, spec, precision):
+    """Slots of Q, E, W, A, X (None for the sum rule) and g_end (None without decay) of the inputs x."""
+    q, k = x.q, x.k
+    H, K = k.shape[2:]
+    kind = kind_of_decay(x)
+    like = lambda wanted, y: plan.empty(k.shape, k.dtype) if wanted else y  # noqa: E731
+    Q, W = like(kind, q), like(kind or x.beta is not None, k)
+    E = like(kind, k if x.erase is None else x.erase) if spec.delta else None
+    A = plan.empty((layout.room, H, C, C), k.dtype)
+    X = plan.empty((layout.room, H, C, C), k.dtype) if spec.delta else None
+    g_end = plan.empty((layout.room, H, K), torch.float32) if kind else None
+    if layout.rows * H:
+        products, sums_of_logs, solve = precisions(k, precision)
+        given = (q, k, x.erase, x.beta, x.log_decay, sums(plan, x))
+        BK, warps, stages = blocks.general_prepare(k)
+        layout.launch(
+            plan, _prepare, (layout.rows * H,), (*given, Q, E, W, A, X, g_end),
+            (H, K, C, BK, spec.delta, spec.before, kind, layout.of_row is not None, LIMIT[k.dtype], products,
+             sums_of_logs,
+             solve), num_warps=warps, num_stages=stages)  # fmt: skip
+    return Q, E, W, A, X, g_end

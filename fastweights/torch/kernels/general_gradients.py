@@ -1,0 +1,270 @@
+"""Gradients of the chunks that general.py prepares, from what the two walks leave: each chunk, each block of keys, by
+itself.
+
+With dA and dM, the gradients of what queries and erase keys read of the errors of their own chunk, everything else is a
+sum over the key channels of one block, or none at all. pairs.py says how pairs of tokens meet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastweights.torch.kernels import blocks
+from fastweights.torch.kernels.general import LIMIT, kind_of_decay, precisions, sums
+from fastweights.torch.kernels.pairs import (
+    add_up,
+    between,
+    cuts,
+    decay_between,
+    factors,
+    load_channels,
+    load_heads,
+    meet,
+)
+from fastweights.torch.kernels.tiles import (
+    C,
+    decay,
+    find_row,
+    load_block,
+    load_tile,
+    product,
+    round_to_tf32,
+    store_tile,
+)
+
+
+@triton.jit
+def _readings(do, e, dv, log_decay, dA, dM, of_sequence, of_row, T, per, tokens,
+              H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
+              BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dA and dM [C, C] of one row and head: the gradient of what reader i read of the error that token j wrote."""
+    at = tl.program_id(0).to(tl.int64)
+    row, head = at // H, at % H
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    i = tl.arange(0, C)
+    dA_i = tl.zeros([C, C], tl.float32)
+    dM_i = tl.zeros([C, C], tl.float32)
+    for first in range(0, V, BV):
+        e_i = tl.trans(load_tile(e, token, head, first, left, H, V, C, BV))
+        dA_i = product(load_tile(do, token, head, first, left, H, V, C, BV), e_i, dA_i, PRECISION)
+        if DELTA:
+            dM_i = product(load_tile(dv, token, head, first, left, H, V, C, BV), e_i, dM_i, PRECISION)
+    if DECAY == 1:
+        log_g, log_r, _ = load_heads(log_decay, token, head, left, H, C, BEFORE, e.dtype.element_ty)
+        dA_i *= between(log_r, log_g, C)
+        dM_i *= between(log_g, log_g, C)
+    to = at * C * C + i[:, None] * C + i[None, :]
+    seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+    tl.store(dA + to, tl.where(seen, dA_i, 0.0).to(dA.dtype.element_ty))
+    if DELTA:
+        tl.store(dM + to, tl.where(i[:, None] > i[None, :], -dM_i, 0.0).to(dM.dtype.element_ty))
+
+
+@triton.jit
+def _short(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it.
+
+    The gradient of decay takes from what tokens read what they write, and the two must cancel for the tokens after it.
+    They do to the last digits if both come from the same rounded numbers, and not from q and k.
+    """
+    if dtype == tl.float32 and PRECISION == "tf32":
+        return round_to_tf32(x.to(tl.float32))
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+               C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """x M [C, BK] for values x (tokens, H, V) and BK columns of matrices M (V, K)."""
+    g = tl.zeros([C, BK], tl.float32)
+    for first in range(0, V, BV):
+        M_i = load_block(M, at, first, first_d, V, K, BV, BK)  # [BV, BK]
+        g = product(load_tile(x, token, head, first, left, H, V, C, BV), M_i, g, PRECISION)
+    return g
+
+
+@triton.jit
+def _of_pairs(x, w, log_a, sign, dP, at, gx, gw, total, often, C: tl.constexpr, OWN: tl.constexpr,
+              LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    """What pairs of readers x and writers w add to their gradients gx and gw, and to that of log_decay, `total`.
+
+    dP: the gradient of what readers read of each error.  OWN: readers see their own token's decay.
+    """
+    low: tl.constexpr = dP.dtype.element_ty
+    i = tl.arange(0, C)
+    pair = at * C * C + i[:, None] * C + i[None, :]
+    turned = at * C * C + i[None, :] * C + i[:, None]  # readers in columns
+    for step in range(0, often + 1):
+        last = step == often
+        to_reader, to_boundary = factors(sign, log_a, step, C, True, LIMIT, SUMS)
+        if not OWN:
+            to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
+        reader, written = _short(x * to_reader, low, PRECISION), _short(w * to_boundary, low, PRECISION)
+        of_reader = product(tl.where(meet(step, last, C), tl.load(dP + pair), 0.0).to(low), written, None, PRECISION)
+        gx += of_reader * to_reader
+        crossing = of_reader * reader
+        P = tl.where(meet(step, last, C, True), tl.load(dP + turned), 0.0).to(low)
+        of_writer = product(P, reader, None, PRECISION)
+        gw += of_writer * to_boundary
+        if not OWN:
+            total += decay_between(sign, crossing, step, last, C, False, SUMS)
+            crossing = tl.zeros_like(crossing)
+        crossing += tl.where(last, -of_writer, of_writer) * written
+        total += decay_between(sign, crossing, step, last, C, True, SUMS)
+    return gx, gw, total
+
+
+@triton.jit
+def _of_plain_pairs(x, w, dP, at, gx, gw, total, C: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """The same where one decay per head, or none, is in dP already; total has what is read, and `wrote` what is not."""
+    low: tl.constexpr = dP.dtype.element_ty
+    i = tl.arange(0, C)
+    reader, written = _short(x, low, PRECISION), _short(w, low, PRECISION)
+    of_reader = product(tl.load(dP + at * C * C + i[:, None] * C + i[None, :]), written, None, PRECISION)
+    of_writer = product(tl.load(dP + at * C * C + i[None, :] * C + i[:, None]), reader, None, PRECISION)
+    wrote = total
+    if DECAY:
+        total += tl.sum(of_reader * reader, 1)
+        wrote = tl.sum(of_writer * written, 1)
+    return gx + of_reader, gw + of_writer, total, wrote
+
+
+@triton.jit
+def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay, derase,
+               of_sequence, of_row, T, per, tokens,
+               H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               DELTA: tl.constexpr, BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+               LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    """Of one row, head and block of BK keys: dq, derase, dk, the block's part of dbeta, and dlog_decay or its part.
+
+    log a of a token is in what is read of the memory from it on, in what earlier tokens leave there, in all that is
+    kept of it, and between earlier writers and later readers.
+    """
+    block = tl.program_id(0)
+    at = tl.program_id(1).to(tl.int64)
+    row, head = at // H, at % H
+    first_d = block * BK
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    i = tl.arange(0, C)
+    rate = (block.to(tl.int64) * tokens + token + i) * H + head
+    k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
+    w_i = k_i
+    if beta is not None:
+        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+        w_i = w_i * b[:, None]
+    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
+    if DECAY:
+        kept = tl.zeros([BK], tl.float32)
+        for first in range(0, V, BV):
+            S_i = load_block(S, at, first, first_d, V, K, BV, BK).to(tl.float32)
+            kept += tl.sum(S_i * load_block(D, at, first, first_d, V, K, BV, BK), 0)
+    if DECAY == 1:
+        log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, k.dtype.element_ty)
+        gw *= decay(log_end - log_g)[:, None]
+        kept *= decay(log_end)
+        left_there = tl.sum(w_i * gw, 1)
+        wrote = tl.zeros([C], tl.float32)
+    elif DECAY == 2:
+        log_a = load_channels(log_decay, token, head, first_d, left, H, K, C, BK, sign.dtype.element_ty)
+        often, end = cuts(log_a, C, BK, LIMIT)
+        gw *= tl.exp(add_up(sign, 2, log_a, C, SUMS))
+        total = add_up(sign, 1, w_i * gw, C, SUMS) + (kept * tl.exp(end))[None, :]
+    # queries
+    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
+    gq = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    if DECAY == 2:
+        gq *= tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS))
+        total += add_up(sign, 2 if BEFORE else 3, q_i * gq, C, SUMS)
+        gq, gw, total = _of_pairs(
+            q_i, w_i, log_a, sign, dA, at, gq, gw, total, often, C, not BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
+    else:
+        read = tl.zeros([C], tl.float32)
+        if DECAY:
+            gq *= decay(log_r)[:, None]
+            read = tl.sum(q_i * gq, 1)
+        gq, gw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, gq, gw, read, C, DECAY, PRECISION)
+        if DECAY:
+            wrote += of_writers
+    store_tile(dq, gq, token, head, first_d, left, H, K, C, BK)
+    # keys, as they read
+    reads_of_keys = tl.zeros([C], tl.float32)
+    if DELTA:
+        e_i = k_i
+        if erase is not None:
+            e_i = load_tile(erase, token, head, first_d, left, H, K, C, BK)
+        ge = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        if DECAY == 2:
+            ge *= tl.exp(add_up(sign, 0, log_a, C, SUMS))
+            total += add_up(sign, 3, e_i * ge, C, SUMS)
+            ge, gw, total = _of_pairs(
+                e_i, w_i, log_a, sign, dM, at, ge, gw, total, often, C, True, LIMIT, PRECISION, SUMS)  # fmt: skip
+        else:
+            if DECAY:
+                ge *= decay(log_g)[:, None]
+                reads_of_keys = tl.sum(e_i * ge, 1)
+            ge, gw, reads_of_keys, of_writers = _of_plain_pairs(
+                e_i, w_i, dM, at, ge, gw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
+            if DECAY:
+                wrote += of_writers
+        if erase is not None:
+            store_tile(derase, ge, token, head, first_d, left, H, K, C, BK)
+    if beta is not None:
+        tl.store(dbeta + rate, tl.sum(k_i * gw, 1).to(dbeta.dtype.element_ty), mask=i < left)
+        gw *= b[:, None]
+    if DELTA and erase is None:
+        gw += ge
+    store_tile(dk, gw, token, head, first_d, left, H, K, C, BK)
+    if DECAY == 2:
+        store_tile(dlog_decay, total, token, head, first_d, left, H, K, C, BK)
+    elif DECAY == 1:
+        from_here, after = reads_of_keys - wrote, read
+        if not BEFORE:
+            from_here += read
+        both = tl.where(i[:, None] <= i[None, :], from_here[None, :], left_there[None, :])
+        if BEFORE:
+            both += tl.where(i[:, None] < i[None, :], after[None, :], 0.0)
+        ga = tl.sum(both, 1) + tl.sum(kept, 0)
+        tl.store(dlog_decay + rate, ga.to(dlog_decay.dtype.element_ty), mask=i < left)
+
+
+def gradients(plan, x, S, D, do, e, dv, layout, spec, precision):
+    """Slots of dq, dk, dbeta, dlog_decay and derase from what the two walks left.
+
+    x: the inputs of the call, q and k mapped;  S, D: the memory before and its gradient after each chunk;  e: the
+    errors that were written;  dv: their gradient, and that of v.
+    """
+    q, k, V = x.q, x.k, x.v.shape[3]
+    H, K = k.shape[2:]
+    kind, packed = kind_of_decay(x), layout.of_row is not None
+    BK, BV, warps, stages = blocks.general_gradients(k, V)
+    parts = -(-K // BK)
+    part = lambda y: plan.empty((parts, *y.shape), y.dtype if parts == 1 else torch.float32)  # noqa: E731
+    dq, dk, derase = (None if y is None else plan.empty(y.shape, y.dtype) for y in (q, k, x.erase))
+    dbeta = None if x.beta is None else part(x.beta)
+    dlog_decay = (
+        None if not kind else plan.empty(x.log_decay.shape, x.log_decay.dtype) if kind == 2 else part(x.log_decay)
+    )
+    if layout.rows * H:
+        short = torch.float32 if k.dtype == torch.float16 and kind == 2 else k.dtype
+        dA, dM = (plan.empty((layout.rows, H, C, C), short) for _ in range(2))
+        products, sums_of_logs, _ = precisions(k, precision)
+        layout.launch(
+            plan, _readings, (layout.rows * H,), (do, e, dv, x.log_decay, dA, dM),
+            (H, V, C, BV, spec.delta, spec.before, kind, packed, products), num_warps=4, num_stages=stages)  # fmt: skip
+        layout.launch(
+            plan, _gradients, (parts, layout.rows * H),
+            (q, k, x.erase, x.beta, x.log_decay, sums(plan, x), S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay,
+             derase),
+            (H, K, V, C, BK, BV, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs),
+            num_warps=warps, num_stages=stages)  # fmt: skip
+    dbeta = _joined(plan, dbeta, x.beta)
+    return dq, dk, dbeta, dlog_decay if kind == 2 else _joined(plan, dlog_decay, x.log_decay), derase
+
+
+def _joined(plan, parts, like):
+    """The sum of what blocks of keys gave, in the shape and dtype of `like`."""
+    if parts is None:
+        return None
+    join = (lambda x: x[0]) if parts.shape[0] == 1 else (lambda x: x.sum(0).to(like.dtype))
+    return plan.compute(join, (parts,), like.shape, like.dtype)
