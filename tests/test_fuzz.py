@@ -59,3 +59,18 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path, change):
     (tmp_path / run_folder.CONFIG).write_text(json.dumps(about))
     with pytest.raises(FastWeightError, match=r"expected of shape|over 4096 blocks"):
         run_folder.load(tmp_path)
+
+
+def test_text_on_a_page_is_not_markup():
+    """Titles are escaped; what a model read is data, encoded, and no place of the script puts it in as HTML."""
+    pytest.importorskip("plotly")
+    from importlib.resources import files
+
+    from fastweights.inspect.page import page
+
+    hostile = "</title></script><script>alert(1)</script>"
+    made = page([hostile.encode()], hostile)
+    assert hostile not in made
+    assert "&lt;script&gt;alert(1)" in made
+    script = (files("fastweights.inspect") / "page.js").read_text()
+    assert not [word for word in ("innerHTML", "insertAdjacentHTML", "document.write", "eval(") if word in script]
