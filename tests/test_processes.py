@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reliability import soak
 
 import fastweights.torch as fw
 from fastweights.models.config import Config
@@ -106,3 +107,13 @@ def test_the_same_seed_gives_the_same_bits_in_every_process():
         first, *rest = found[what].values()
         assert all(x == first for x in rest), what
     assert len(found["made"]["here"][1]) > 0
+
+
+def test_a_long_text_takes_no_more_memory_than_a_short_one():
+    """40,000 tokens; ten million are `make soak`."""
+    torch.manual_seed(0)
+    model = LanguageModel(Config(**soak.SMALL), 257).eval()
+    found = soak.soak(model, b"one fish two fish red fish blue fish\n" * 40, 40_000, points=20)
+    figures = soak.summary(found)
+    assert figures["finite"]
+    assert abs(figures["resident_growth"]) < 0.01

@@ -105,8 +105,9 @@ def plot(found, path):
         axis.plot(x, [p[name] / scale for p in found], label="the text so far")
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
-    axes[1].plot(x, [p["fresh_tokens_per_second"] / 1e3 for p in found], label="a fresh state, at the same moment")
-    axes[1].legend(loc="lower right")
+    if "fresh_tokens_per_second" in found[0]:
+        axes[1].plot(x, [p["fresh_tokens_per_second"] / 1e3 for p in found], label="a fresh state, at the same moment")
+        axes[1].legend(loc="lower right")
     axes[-1].set_xlabel("million tokens read")
     figure.savefig(path, dpi=110)
 
