@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 
-from fastweights.core import RULES, FastWeightError, dtype_name
+from fastweights.core import RULES, FastWeightError, Inputs, dtype_name
 
 LOG = logging.getLogger("fastweights")
 
@@ -54,7 +54,7 @@ def check(inputs, spec, *, width=None):
         raise FastWeightError(
             f"erase is given with rule={spec.rule!r}; expected None: this rule does not read what it could correct"
         )
-    arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+    arrays = {name: x for name, x in zip(Inputs._fields, inputs, strict=True) if x is not None}
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     dtypes = {name: dtype_name(x) for name, x in arrays.items()}
     for name in ("q", "v"):

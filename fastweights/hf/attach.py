@@ -224,7 +224,11 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
 
 def check_shapes(settings: HeadSettings, tensors: dict[str, Tensor], file: Path) -> None:
     """Raise unless these are the weights of a head with these settings; nothing is allocated to find out."""
-    wanted = {name: x.shape for name, x in ResidualHead(settings, device="meta").state_dict().items()}
+    try:
+        wanted = {name: x.shape for name, x in ResidualHead(settings, device="meta").state_dict().items()}
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product is no number of bytes
+        reason = str(error).splitlines()[0]
+        raise FastWeightError(f"{CONFIG} beside {file} cannot be: {reason}; expected sizes that exist") from None
     got = {name: x.shape for name, x in tensors.items()}
     for name in sorted(wanted.keys() | got.keys()):
         if got.get(name) != wanted.get(name):

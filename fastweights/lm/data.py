@@ -188,7 +188,7 @@ def _open(path: Path, about: dict[str, Any]) -> Split:
     """
     dtype, at, sizes = str(about["dtype"]), np.array(about["at"], np.int64), np.array(about["bytes"], np.int64)
     names = [str(name) for name in about["names"]]
-    if dtype not in ("uint16", "uint32") or at.ndim != 1 or at[0] != 0 or (np.diff(at) < 0).any():
+    if dtype not in ("uint16", "uint32") or at.ndim != 1 or not len(at) or at[0] != 0 or (np.diff(at) < 0).any():
         raise ValueError("documents do not follow one another")
     size = path.stat().st_size
     if not len(names) == len(sizes) == len(at) - 1 or size != at[-1] * np.dtype(dtype).itemsize:

@@ -58,9 +58,12 @@ class Memory:
             if tensors[name].shape != x.shape or tensors[name].is_floating_point() != x.is_floating_point():
                 got, expected = (f"{y.dtype} {tuple(y.shape)}" for y in (tensors[name], x))
                 raise FastWeightError(f"{name} of {path} is {got}; expected {expected}: the model's own")
-        if not (last.isdecimal() and count.isdecimal() and int(last) < model.vocab):
-            raise FastWeightError(f"{path} ends with token {last!r} of {count!r}; expected numbers of the vocabulary")
-        return cls(state, int(last), int(count), fingerprint).to(model.embedding.weight.device)
+        token, read = (int(x) if x.isdecimal() and len(x) < 19 else -1 for x in (last, count))
+        if min(token, read) < 0 or token >= model.vocab:
+            raise FastWeightError(
+                f"{path} ends with token {last[:20]!r} of {count[:20]!r}; expected numbers of the vocabulary and of tokens"
+            )
+        return cls(state, token, read, fingerprint).to(model.embedding.weight.device)
 
     def fork(self) -> "Memory":
         """A copy that shares nothing with this one."""

@@ -93,7 +93,7 @@ def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], 
     try:
         with torch.device("meta"):
             wanted = LanguageModel(config, vocab).state_dict()
-    except (RuntimeError, OverflowError) as error:  # sizes whose product is no number of bytes
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product is no number of bytes
         raise FastWeightError(
             f"{CONFIG} beside {file} cannot be: {error}; expected of shape and size that exist"
         ) from None

@@ -259,7 +259,7 @@ def _check_out_state(out_state, inputs, width):
 def _check_devices(inputs):
     """Raise FastWeightError unless all arrays are on q's device. Offsets may be anywhere: they are read on the CPU."""
     device = inputs.q.device
-    for name, x in zip(inputs._fields, inputs, strict=True):
+    for name, x in zip(Inputs._fields, inputs, strict=True):
         if x is not None and x.device != device and name != "cu_seqlens":
             raise FastWeightError(f"{name} is on {x.device}; expected {device}: the device of q")
 

@@ -38,7 +38,7 @@ def worker(folder, name, lost):
 
 def launch(folder, name, lost):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
-               "--master-port", "0", "-m", "reliability.elastic", str(folder), name, str(int(lost))]  # fmt: skip
+               "--standalone", "-m", "reliability.elastic", str(folder), name, str(int(lost))]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line)["loss"] for line in (folder / name / run_folder.METRICS).read_text().splitlines()]

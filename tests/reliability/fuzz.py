@@ -161,17 +161,20 @@ def within(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def fuzz(count, seed=0, *, hf=True, keep=None, seconds=float("inf"), advance=lambda done: None):
-    """Mutate `count` files; returns counts by loader and outcome, and the failures as text."""
+def fuzz(count, seed=0, *, hf=True, only=(), keep=None, advance=lambda done: None):
+    """Mutate `count` files; returns counts by loader and outcome, the failures as text, and how memory grew.
+
+    only: names of targets, all when empty.
+    """
     from fastweights import files
     from fastweights.files import read_tensors
 
     files._sync, sync = lambda path: None, files._sync  # the disk is not what is tried here
     rng, outcomes, failures = np.random.default_rng(seed), Counter(), []
-    began, warnings_before = time.monotonic(), warnings.filters[:]
+    warnings_before = warnings.filters[:]
     warnings.simplefilter("ignore", FastWeightWarning)
     with tempfile.TemporaryDirectory() as folder:
-        found = targets(Path(folder), hf=hf)
+        found = [t for t in targets(Path(folder), hf=hf) if not only or t.name in only]
         whole = {t.path: t.path.read_bytes() for t in found}
         tensors = {t.path: read_tensors(t.path) for t in found if t.tensors}
         for t in found:
@@ -179,8 +182,6 @@ def fuzz(count, seed=0, *, hf=True, keep=None, seconds=float("inf"), advance=lam
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         chances = np.array([t.weight for t in found]) / sum(t.weight for t in found)
         for done in range(count):
-            if time.monotonic() - began > seconds:
-                break
             t = found[int(rng.choice(len(found), p=chances))]
             repaired = bool(rng.integers(0, 2))
             if t.object and repaired:
@@ -218,11 +219,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", default=None, help="folder for files that broke the promise")
     parser.add_argument("--no-hf", action="store_true", help="leave out what needs transformers")
+    parser.add_argument("--only", default="", help="names of loaders, comma-separated")
     parser.add_argument("--out", default=None, help="JSON file")
     given = parser.parse_args()
     began = time.monotonic()
     os.environ["TQDM_DISABLE"] = "1"
     outcomes, failures, grown = fuzz(given.files, given.seed, hf=not given.no_hf, keep=given.keep,
+                                     only=tuple(filter(None, given.only.split(","))),
                                      advance=lambda n: print(n, flush=True))  # fmt: skip
     by_loader = {}
     for (name, what), n in sorted(outcomes.items()):

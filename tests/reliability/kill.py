@@ -29,6 +29,7 @@ from reliability.record import record
 
 SMALL = dict(head="fwl", refresh=4, dim=16, heads=2, layers="delta,softmax", length=16, batch=2, eval_every=1, warmup=2,
              dropout=0.1, device="cpu")  # fmt: skip
+PATIENCE = 1.0  # minutes that a process waits for one that was killed before the two had met
 
 
 def preload():
@@ -107,7 +108,7 @@ def interrupt(config, run, rng):
     first, more = steps_of(run), rng.randrange(1, 4)
     pause = rng.random() * 0.05
     while ended_early(processes) is None:
-        far = steps_of(run) >= first + more or (not first and rng.random() < 1e-4)
+        far = steps_of(run) >= first + more or (not first and rng.random() < 2e-5)
         if far and at_write and any(run.glob(".*.part*")):
             break
         if far and not at_write:
@@ -119,7 +120,7 @@ def interrupt(config, run, rng):
     os.kill(victim, signal.SIGKILL)
     os.waitpid(victim, 0)
     others = [p for p in processes if p != victim]
-    codes = end_all(others, 60)
+    codes = end_all(others, 60 * PATIENCE + 60)
     assert all(code in (0, 2) for code in codes), (codes, logs(run.parent))  # said, rather than killed for hanging
     return "writing" if at_write else "anywhere"
 
@@ -148,7 +149,7 @@ def tried(parallel, kills, steps, seed=0):
         (folder / "texts").mkdir()
         for i in range(6):
             (folder / "texts" / f"{i}.txt").write_bytes(b"one fish two fish red fish blue fish %d\n" % i * 20)
-        config = Config(data=str(folder / "texts"), steps=steps, parallel=parallel, **SMALL)
+        config = Config(data=str(folder / "texts"), steps=steps, parallel=parallel, patience=PATIENCE, **SMALL)
         whole, killed, hits = folder / "whole", folder / "killed", []
         assert end_all(start_all(config, whole), 900) == [0] * (1 if parallel == "none" else 2), logs(folder)
         while len(hits) < kills:
