@@ -95,7 +95,7 @@ oldest:
 	build/oldest/bin/pip install --quiet uv
 	VIRTUAL_ENV=build/oldest build/oldest/bin/uv pip install --quiet --resolution lowest-direct \
 		--index-strategy unsafe-best-match ".[torch,jax,keras,lm]" "pytest>=8" "hypothesis>=6"
-	build/oldest/bin/python -m pytest -q $(OLDEST)
+	build/oldest/bin/python -m pytest -q $(OLDEST) --deselect tests/test_torch.py::test_compiles_without_a_graph_break
 
 audit:
 	$(PYTHON) -m venv build/audit

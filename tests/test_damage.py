@@ -149,6 +149,28 @@ def test_a_damaged_memory_is_refused(run, tmp_path):
         Memory.load(tmp_path / "fish.memory", model)
 
 
+def test_numbers_that_are_none_are_refused(run, place, tmp_path):
+    """What fuzzing found, with checksums that are right."""
+    model = run_folder.load(run)
+    memory = model.read(b"red fish")
+    memory.save(tmp_path / "fish.memory")
+    tensors, about = files.read_tensors(tmp_path / "fish.memory")
+    for change in (dict(count="9" * 5000), dict(last="-1"), dict(last=str(model.vocab))):
+        files.write_tensors(tmp_path / "fish.memory", tensors, about | change)
+        with pytest.raises(FastWeightError, match=r"ends with token .* expected numbers"):
+            Memory.load(tmp_path / "fish.memory", model)
+    about = files.read_json(run / run_folder.CONFIG, "")
+    files.write_checked_json(run / run_folder.CONFIG, about | dict(vocab=2**63))
+    with pytest.raises(FastWeightError, match="cannot be"):
+        run_folder.load(run)
+    folder = data.prepare(str(place / "texts3"), "bytes", tmp_path / "cache").folder
+    index = files.read_json(folder / data.INDEX, "")
+    index["splits"]["train"] |= dict(at=[], names=[], bytes=[])
+    files.write_checked_json(folder / data.INDEX, index)
+    with pytest.raises(FastWeightError, match="documents do not follow one another"):
+        data.open_folder(folder)
+
+
 @pytest.mark.parametrize("damaged", ["train.bin", "index.json", "tokenizer.json"])
 def test_a_damaged_corpus_is_encoded_again(place, tmp_path, damaged):
     where = str(place / "texts1"), "bpe:260", tmp_path / "cache"

@@ -12,6 +12,13 @@ def test_random_calls_equal_the_oracle_or_are_refused(name, cases):
     assert {"refused", "float64"} <= outcomes or cases < 10
 
 
+@pytest.mark.parametrize("name, number", [("keras", 128), ("torch", 209)])
+def test_what_was_found_stays_mended(name, number):
+    """Chunks of one token that read before their write, with a decay per channel; a switch that is a list."""
+    pytest.importorskip(name)
+    properties.check(properties.FRAMEWORKS[name](), number)
+
+
 def test_the_check_can_fail():
     """A framework that forgets the decay, and one that says nothing of what was spoiled."""
     framework = properties.Torch()

@@ -67,7 +67,7 @@ class Ranks:
             torch.cuda.set_device(device)
         joins = not dist.is_initialized()
         if joins:
-            dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(minutes=minutes))
+            _join("nccl" if device != "cpu" else "gloo", timedelta(minutes=minutes))
         return cls(dist.get_rank(), world, device, parallel, joins, minutes)
 
     def end(self) -> None:
@@ -125,6 +125,18 @@ class Ranks:
     def mine(self, states: list) -> list:
         """This process's share of what `gather` gave."""
         return states[self.rank :: self.world]
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Meet the other processes. Those of an earlier attempt have left their addresses in the same store of torchrun;
+    names of this attempt's own keep them apart.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def restarted() -> bool:

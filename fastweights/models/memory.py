@@ -61,7 +61,7 @@ class Memory:
         token, read = (int(x) if x.isdecimal() and len(x) < 19 else -1 for x in (last, count))
         if min(token, read) < 0 or token >= model.vocab:
             raise FastWeightError(
-                f"{path} ends with token {last[:20]!r} of {count[:20]!r}; expected numbers of the vocabulary and of tokens"
+                f"{path} ends with token {last[:20]!r} of {count[:20]!r}; expected numbers, a token of the model's"
             )
         return cls(state, token, read, fingerprint).to(model.embedding.weight.device)
 
