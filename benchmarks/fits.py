@@ -35,7 +35,7 @@ def launches(dtype, K, V, delta, rates, name, hopper):
     q, k, v = (torch.zeros(1, 128, 2, width, dtype=dtype) for width in (K, K, V))
     beta = torch.zeros(1, 128, 2, dtype=dtype) if rates or delta else None
     state = torch.zeros(1, 2, parse(name).width(K), V)
-    inputs = Inputs(q, k, v, beta, beta if rates else None, state)
+    inputs = Inputs(q, k, v, beta, beta if rates else None, state=state)
     spec = Spec("delta" if delta else "sum", features=name, norm="none" if name == "identity" else "l2")
     tma = lambda layout, q, BK, V, BV: hopper and q.shape[-1] == BK and V % BV == 0 and dtype != torch.float32  # noqa: E731
     with patch.object(blocks, "uses_tma", tma), patch.object(blocks, "_multiprocessors", lambda device: 132):
