@@ -41,7 +41,10 @@ def test_figures_are_those_of_the_files(name, keys):
         assert f"{figures[key]:,}" in PAGE, (name, key)
 
 
-UNSAFE = r"\bpickle\b|torch\.load\(|trust_remote_code|allow_pickle|(?<![.\w])(?:eval|exec)\(|\burllib\.request\b|\brequests\.get"
+UNSAFE = (
+    r"\bpickle\b|torch\.load\(|trust_remote_code|allow_pickle|(?<![.\w])(?:eval|exec)\("
+    r"|\burllib\.request\b|\brequests\.get"
+)
 
 
 def test_nothing_is_unpickled_executed_or_fetched():
