@@ -48,7 +48,8 @@ class Result:
 
     size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "compiled" or "eager";
     share_of_peak: the arithmetic that the model needs over what the device could do in that time;  peak_bytes: the most
-    GPU memory that was held at once;  host_ms: until the host has queued a step;  parts: milliseconds by part of the model, where they were asked for.
+    GPU memory that was held at once;  host_ms: until the host has queued a step;  parts: milliseconds by part of the
+    model, where they were asked for.
     """
 
     size: str
@@ -262,7 +263,8 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
     for r in results:
         table.add_row(
             r.size, r.model, r.head, r.how, f"{r.parameters / 1e6:.1f} M", f"{r.tokens_per_second:,.0f}",
-            f"{100 * r.share_of_peak:.1f}", f"{r.ms_per_step:.1f}", f"{r.host_ms:.1f}", f"{r.peak_bytes / 2**30:.1f}", f"{r.ready:.1f}",
+            f"{100 * r.share_of_peak:.1f}", f"{r.ms_per_step:.1f}", f"{r.host_ms:.1f}",
+            f"{r.peak_bytes / 2**30:.1f}", f"{r.ready:.1f}",
         )  # fmt: skip
     console.print(table)
     profiled = [r for r in results if r.parts]
