@@ -48,7 +48,19 @@ def arms(
     lr: float,
     seeds: int,
 ) -> list[Arm]:
-    """One per group and number of writes, or control: copies with weights and words of their own, of both RATES."""
+    """One per group and number of writes, or control: copies with weights and words of their own, of both RATES.
+
+    Args:
+        groups: names of POINTS: permutations of 3 to 5 things, "A5" the even ones alone.
+        writes: numbers of writes per token of the delta rule.
+        controls: other mixers, of one write.
+        length, tested: tokens of a word in training, and of the longest that is tested.
+        dim, heads, key_dim: of the models.
+        batch: words per step.
+        steps: by group.
+        lr: learning rate.
+        seeds: copies of each.
+    """
     sizes = dict(length=length, tested=tested, dim=dim, heads=heads, key_dim=key_dim, batch=batch)
     models = [*(("delta", n) for n in writes), *((name, 1) for name in controls)]
     return [dict(group=g, model=model, writes=n, **sizes, steps=steps[g], lr=lr, seed=0, seeds=seeds) for g in groups
@@ -56,10 +68,19 @@ def arms(
 
 
 def cost(arm: Arm) -> float:
+    """Seconds of an arm on a shared GPU, which grow with the writes and, for the delta rule, with both RATES."""
     return (2 + 3 * arm["writes"] * (2 if arm["model"] == "delta" else 1)) * arm["steps"] / 1000
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train the copies of one arm side by side on fresh words, and test each on longer ones.
+
+    Words are short at first (PHASES), and of a word only the first products count, as many as a copy has learned: a
+    product can be found only when the one before it is.
+
+    Returns:
+        A row per copy and length: the share of right products, and the tokens that counted in the end.
+    """
     import torch
 
     from fastweights.lab.engine.captured_steps import Steps, rate
@@ -110,6 +131,9 @@ def label(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> list[Row]:
+    """A line per group and model: the share of right products at the length of training and at the longest, with its
+    range.
+    """
     named = [r | dict(name=label(r)) for r in rows]
     means = mean_over(named, ("group", "name", "tokens"), "accuracy")
     shown: dict[tuple, dict[str, Any]] = {}
@@ -122,6 +146,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
+    """Right products against the length of the word, a panel per group."""
     groups = list(dict.fromkeys(r["group"] for r in rows))
     rows = [r | dict(name=label(r)) for r in rows]
     means = mean_over(rows, ("group", "name", "tokens"), "accuracy")
@@ -151,6 +176,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def size(rows: list[Row]) -> str:
+    """Groups, width, length and steps, for the scoreboard."""
     first = rows[0]
     groups = ", ".join(dict.fromkeys(r["group"] for r in rows))
     steps = " and ".join(f"{n:,}" for n in sorted({r["steps"] for r in rows}))
@@ -164,25 +190,30 @@ def _longest(rows: list[Row], tokens: str = "tested") -> dict[tuple, tuple[float
 
 
 def _shown(found: dict[tuple, tuple[float, float, float]]) -> str:
+    """Shares by group and number of writes, as text."""
     return "; ".join(f"{group} {f'{model} ' if model != 'delta' else f'n={n} '}{spread(x, '.2f')}"
                      for (group, n, model), x in found.items())  # fmt: skip
 
 
 def _none_solves(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether no seed of any model gives SOLVED of the products of the longest words."""
     found = _longest(rows)
     return held(high < SOLVED for _, _, high in found.values()), _shown(found)
 
 
 def _enough_writes(rows: list[Row]) -> dict[tuple, tuple[float, float, float]]:
+    """Shares at the longest length of the models with enough writes for their group."""
     return {k: x for k, x in _longest(rows).items() if k[1] >= ENOUGH[k[0]]}
 
 
 def _swaps_suffice(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether the best seed of each model with enough writes solves the longest words."""
     found = _enough_writes(rows)
     return held(high >= SOLVED for _, _, high in found.values()), _shown(found)
 
 
 def _in_training(rows: list[Row]) -> tuple[Verdict, str]:
+    """The same at the length of training."""
     found = {k: x for k, x in _longest(rows, "length").items() if k[1] >= ENOUGH[k[0]]}
     return held(high >= SOLVED for _, _, high in found.values()), _shown(found)
 
@@ -224,6 +255,7 @@ CLAIMS = (
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
+    """Two writes that can reflect track S3; one layer of attention and rates up to 1 do not."""
     ours = {(r["model"], r["writes"], r["beta_max"]): r["accuracy"] for r in rows if r["tokens"] == r["tested"]}
     reflects, cannot = ours["delta", 2, 2.0], {k: x for k, x in ours.items() if k != ("delta", 2, 2.0)}
     assert reflects > SOLVED, f"two writes with rates up to 2 give {reflects:.2f} of S3's products; expected {SOLVED}"

@@ -26,6 +26,21 @@ def _walk(Q, E, W, v, A, X, g_end, S0, o, S1, S_saved, e_saved, of_sequence, of_
           H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
           DELTA: tl.constexpr, PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
           VALUES: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Carry the memory of one sequence and head from chunk to chunk, and answer the queries of each chunk.
+
+    One program: BV value features of one sequence and head; their part of the memory, S^T [BV, BK], stays in registers.
+    For each chunk of C tokens:
+
+        e = (v - S^T E) X           what is written: values less what their erase keys read, solved within the chunk
+        o = S^T Q + e A             what was there before the chunk, and what the chunk itself wrote
+        S = g_end S + e W           decay over the chunk, then its writes
+
+        Q, E, W     (tokens, H, K): queries, erase keys and write keys, with decay and rates in them
+        A, X        (chunks, H, C, C): who reads whom within a chunk, and the inverse of its triangular system
+        g_end       (chunks, H, K) or None: decay over a chunk
+        S0, S1      (sequences, H, K, V): the memory before and after; S_saved, e_saved: written for the backward pass
+        DELTA, OUT, SAVE, VALUES: whether e is solved for, o wanted, anything saved, and v given (else it is 0)
+    """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = W.dtype.element_ty
     d = tl.arange(0, BK)  # column of S: key feature
@@ -75,6 +90,17 @@ def _walk_back(Q, E, W, A, X, g_end, do, D1, dv, D_saved, D0, of_sequence, of_ro
                H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                DELTA: tl.constexpr, PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Carry the gradient of the memory from the last chunk to the first, and give that of the values.
+
+    One program: the tile of `_walk`, D^T [BV, BK], the gradient of the memory after a chunk. For each chunk, from
+    behind:
+
+        de = D^T W + do A^T         by what the chunk left in the memory, and by its own queries
+        D = g_end D + do Q - de E   what reaches the memory before the chunk
+
+        do          (tokens, H, V);  D1 (sequences, H, K, V) or None: gradient of the final memory
+        dv, D_saved, D0: written: gradients of the values, of the memory after each chunk, and of the initial memory
+    """
     n, head = tl.program_id(1).to(tl.int64) // H, tl.program_id(1).to(tl.int64) % H
     dtype = W.dtype.element_ty
     d = tl.arange(0, BK)  # column of D: key feature
@@ -134,7 +160,15 @@ def walk(plan, prepared, v, state, layout, spec, precision, *, width, out=True, 
 
 
 def walk_back(plan, prepared, do, dstate, layout, spec, precision, *, out=True, save=False):
-    """(dv, gradient of the state before the first token, D after each chunk, transposed) as slots, None if unasked."""
+    """(dv, gradient of the state before the first token, D after each chunk, transposed) as slots, None if unasked.
+
+    Args:
+        plan, layout: of launches, and of chunks.
+        prepared: what `general.prepare` gave.
+        do: gradient of the outputs.
+        dstate: gradient of the final memory, or None.
+        out, save: whether dv and D are wanted.
+    """
     Q, E, W, A, X, g_end = prepared
     H, K, V = W.shape[2], W.shape[3], do.shape[3]
     dv = plan.empty(do.shape, do.dtype) if out else None
