@@ -21,7 +21,15 @@ TESTED = 256  # words per copy
 
 
 def multiplication_table(group: str) -> Tensor:
-    """(G, G): element a after element b, by their numbers; number 0 is the identity."""
+    """(G, G): element a after element b, by their numbers; number 0 is the identity.
+
+    Examples:
+        >>> table = multiplication_table("S3")
+        >>> table.shape, table[0].tolist()      # the identity after b is b
+        (torch.Size([6, 6]), [0, 1, 2, 3, 4, 5])
+        >>> len(multiplication_table("A5"))
+        60
+    """
     points = range(POINTS[group])
     even = lambda p: sum(p[i] > p[j] for i in points for j in range(i + 1, len(p))) % 2 == 0  # noqa: E731
     elements = [p for p in itertools.permutations(points) if group[0] == "S" or even(p)]
@@ -30,7 +38,21 @@ def multiplication_table(group: str) -> Tensor:
 
 
 def words(table: Tensor, copies: int, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens and products (R, B, length). The first token, G, starts every word; the others are elements 0 .. G - 1."""
+    """Tokens and products (R, B, length). The first token, G, starts every word; the others are elements 0 .. G - 1.
+
+    Products of all prefixes are made by doubling, in log2(length) look-ups instead of one per token: multiplication in
+    a group is associative.
+
+    Args:
+        table: of `multiplication_table`.
+        copies, batch: R and B.
+        length: tokens of a word, the start included.
+        generator: of random numbers, on the table's device.
+
+        >>> tokens, products = words(multiplication_table("S3"), 1, 2, 5, torch.Generator().manual_seed(0))
+        >>> tokens.shape, tokens[..., 0].tolist(), products[..., 0].tolist()
+        (torch.Size([1, 2, 5]), [[6, 6]], [[0, 0]])
+    """
     size = len(table)
     tokens = torch.randint(size, (copies, batch, length), generator=generator, device=table.device)
     tokens[..., 0] = 0
@@ -81,10 +103,15 @@ class Trackers(nn.Module):
         return _linear(self._norm(x, 2), self.logits)
 
     def _norm(self, x: Tensor, i: int) -> Tensor:
+        """RMS norm of the last axis, with the i-th weights of each copy."""
         return F.rms_norm(x, x.shape[-1:], eps=1e-6) * self.norms[i]
 
     def _mix(self, x: Tensor) -> Tensor:
-        """(R, B, T, D) -> (R, B, T, H K)."""
+        """(R, B, T, D) -> (R, B, T, H K).
+
+        Several writes per token are so many rows of k, v and beta for one of q; copies share one call as rows of the
+        batch.
+        """
         R, B, T, _ = x.shape
         parts = dict(zip(self.widths, _linear(x, self.into).split(list(self.widths.values()), -1), strict=True))
         q, k, v = (parts[name].reshape(R * B, -1, self.heads, self.key_dim) for name in "qkv")
@@ -129,7 +156,12 @@ class Course:
         self.counts = torch.full((copies,), 2, device=device)
 
     def counted(self, length: int, all_of_them: bool = False) -> Tensor:
-        """(R, length) of 0 and 1; the token that starts a word does not count."""
+        """(R, length) of 0 and 1; the token that starts a word does not count.
+
+        Args:
+            length: tokens of the words of this step.
+            all_of_them: count every token, whatever was learned.
+        """
         place = torch.arange(length, device=self.counts.device)
         return ((place > 0) & (all_of_them | (place <= self.counts[:, None]))).float()
 
@@ -141,7 +173,17 @@ class Course:
 
 @torch.no_grad()
 def accuracy(model: Trackers, table: Tensor, lengths: list[int], generator: torch.Generator) -> list[list[float]]:
-    """Per copy: the share of right products in the later half of words of so many tokens."""
+    """Per copy: the share of right products in the later half of words of so many tokens.
+
+    The later half alone: early products are easy, and would hide that late ones are wrong. A model that guesses has 1 /
+    G.
+
+    Args:
+        model: of R copies.
+        table: of the group.
+        lengths: of the words to report; the longest are read, and shorter ones are their beginnings.
+        generator: seeded so that words are not those of training.
+    """
     model.eval()
     R = model.embedding.shape[0]
     tokens, products = words(table, R, TESTED, max(lengths), generator)

@@ -45,6 +45,19 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
              H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
              BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
              PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+    """Everything about one chunk that does not depend on the memory: Q, E, W, A, X and g_end of the equations above.
+
+    One program: one row (a chunk of C tokens of one sequence) and one head. It goes over the key features BK at a time
+    and adds up A and M, [C, C], in registers; at the end M is inverted there too, so that X is all that is written of
+    it.
+
+        q, k, erase (tokens, H, K);  beta (tokens, H);  log_decay (tokens, H) or (tokens, H, K); None where absent
+        sign        matrices of `pairs.signs`, by which decays per channel are summed
+        Q, E, W     (tokens, H, K), written; E only with DELTA
+        A, X        (rows, H, C, C), written; g_end (rows, H, K), written where something decays
+        BEFORE      queries read before their token writes, so they do not see its own error
+        DECAY       0 none, 1 one per head, 2 one per channel, whose pairs meet at boundaries (pairs.py)
+    """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
@@ -53,6 +66,7 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
     low: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i = tl.arange(0, C)
     seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+    # A: what queries read of each error; M: what erase keys read of it. Both grow by a block of key features at a time.
     A_i = tl.zeros([C, C], tl.float32)
     M_i = tl.zeros([C, C], tl.float32)
     if DECAY == 1:
@@ -78,6 +92,7 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
                 to_end = tl.exp(add_up(sign, 2, log_a, C, SUMS))
                 often, log_end = cuts(log_a, C, BK, LIMIT)
                 g = tl.exp(log_end)
+            # The factors that the walks take: with decay from the chunk's start, or to its end.
             store_tile(Q, q_i * to_query, token, head, first, left, H, K, C, BK)
             if DELTA:
                 store_tile(E, e_i * to_key, token, head, first, left, H, K, C, BK)
@@ -102,6 +117,7 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
             A_i = product(q_i, w_i, A_i, PRECISION)
             if DELTA:
                 M_i = product(e_i, w_i, M_i, PRECISION)
+    # One decay per head is the same for all features, so it is applied once, to the finished sums.
     to = at * C * C + i[:, None] * C + i[None, :]
     if DECAY == 1:
         M_i *= between(log_g, log_g, C)
@@ -113,7 +129,12 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
 
 
 def precisions(k, precision):
-    """(products of pairs, sums of log_decay, the inverse)."""
+    """(products of pairs, sums of log_decay, the inverse).
+
+    bfloat16 and float16 have fewer digits than TF32 anyway. In float32 an inverse and sums of logarithms need all
+    digits even
+    where products may be short: errors there would grow with the length of a chunk.
+    """
     if k.dtype != torch.float32:
         return ("tf32",) * 3
     exact = "tf32x3" if precision == "tf32" else precision
@@ -137,7 +158,10 @@ _matrices = cache(signs)
 
 
 def takes(x):
-    """Whether inputs x need these kernels: the others have one decay per head and read at the key they write."""
+    """Whether inputs x need these kernels: the others have one decay per head and read at the key they write.
+
+    x           inputs of the operation, as slots of a plan
+    """
     return x.by_channel or x.erase is not None
 
 

@@ -37,7 +37,14 @@ from fastweights.torch.kernels.tiles import (
 def _readings(do, e, dv, log_decay, dA, dM, of_sequence, of_row, T, per, tokens,
               H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
               BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dA and dM [C, C] of one row and head: the gradient of what reader i read of the error that token j wrote."""
+    """dA and dM [C, C] of one row and head: the gradient of what reader i read of the error that token j wrote.
+
+    One program: one row and head. It goes over the value features BV at a time; dA = do e^T and dM = -dv e^T, each
+    where the reader comes after the writer.
+
+        do, e, dv   (tokens, H, V): gradient of the outputs, the errors that were written, and the gradient of the
+        values dA, dM      (rows, H, C, C), written
+    """
     at = tl.program_id(0).to(tl.int64)
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
@@ -76,7 +83,10 @@ def _short(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """x M [C, BK] for values x (tokens, H, V) and BK columns of matrices M (V, K)."""
+    """x M [C, BK] for values x (tokens, H, V) and BK columns of matrices M (V, K).
+
+    BV value features at a time, which are summed up: the product of a chunk with a memory that no program holds whole.
+    """
     g = tl.zeros([C, BK], tl.float32)
     for first in range(0, V, BV):
         M_i = load_block(M, at, first, first_d, V, K, BV, BK)  # [BV, BK]
@@ -263,7 +273,10 @@ def gradients(plan, x, S, D, do, e, dv, layout, spec, precision):
 
 
 def _joined(plan, parts, like):
-    """The sum of what blocks of keys gave, in the shape and dtype of `like`."""
+    """The sum of what blocks of keys gave, in the shape and dtype of `like`.
+
+    Programs that share a head write parts of their own and no program adds to another's: the same result every time.
+    """
     if parts is None:
         return None
     join = (lambda x: x[0]) if parts.shape[0] == 1 else (lambda x: x.sum(0).to(like.dtype))

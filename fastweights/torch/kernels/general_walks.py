@@ -95,7 +95,7 @@ def _walk_back(Q, E, W, A, X, g_end, do, D1, dv, D_saved, D0, of_sequence, of_ro
     One program: the tile of `_walk`, D^T [BV, BK], the gradient of the memory after a chunk. For each chunk, from
     behind:
 
-        de = D^T W + do A^T         by what the chunk left in the memory, and by its own queries
+        de = (D^T W + do A) X^T     by what the chunk left in the memory, and by its own queries
         D = g_end D + do Q - de E   what reaches the memory before the chunk
 
         do          (tokens, H, V);  D1 (sequences, H, K, V) or None: gradient of the final memory
