@@ -227,7 +227,13 @@ def payload_frameworks(found: Sequence[dict[str, Any]]) -> list[dict[str, object
 
 
 def show(results: Sequence[Result], device: str, console: Console) -> None:
-    """Print the results as a table, the published numbers beside them on a GPU."""
+    """Print the results as a table, the published numbers beside them on a GPU.
+
+    Args:
+        results: of `run`.
+        device: "cpu" or "cuda".
+        console: of rich, to print on.
+    """
     what = "the block alone" if device == "cuda" else "a training step of a six-layer Transformer"
     table = new_table(f"Fast Weight Layer, {what}, forward+backward, ms on {device}")
     headings = ["B,T,D,size,V", "", "slow head", "fast weight layer", "ratio", f"refresh={REFRESH}", "ratio", "error"]

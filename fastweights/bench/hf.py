@@ -308,7 +308,13 @@ def _in_turns(calls: tuple[Call, Call], device: str, repeats: int) -> Times:
 
 def show(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, Size], device: str, dtype: torch.dtype,
          console: Console) -> None:  # fmt: skip
-    """Tables of what `run` returned: milliseconds or tokens per second, transformers' own, ours, and how many times."""
+    """Tables of what `run` returned: milliseconds or tokens per second, transformers' own, ours, and how many times.
+
+    Args:
+        results, left_out: what `run` returned.
+        sizes, device, dtype: what it was given.
+        console: of rich, to print on.
+    """
     kind = str(dtype).removeprefix("torch.")
     for name, size in sizes.items():
         table = new_table(f"{name}: width {size.hidden}, {size.heads} heads of {size.width}, {size.tokens} tokens; "
@@ -328,7 +334,11 @@ def show(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, S
 
 
 def payload(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, Size], dtype: torch.dtype) -> dict:
-    """What goes to the JSON file."""
+    """What goes to the JSON file.
+
+    Returns:
+        Milliseconds of both sides and their ratio, by family, size and part.
+    """
     timed = [r._asdict() | {n: t and t._asdict() for n, t in zip(r._fields[3:], r[3:], strict=True)} for r in results]
     return {"dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "left_out": left_out,
             "sizes": {n: s._asdict() for n, s in sizes.items()}, "milliseconds": timed}  # fmt: skip

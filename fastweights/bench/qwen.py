@@ -15,7 +15,10 @@ from fastweights.torch import feature_map, nn
 
 
 def _theirs() -> Any:
-    """The module of Qwen3-Next; FastWeightError where transformers is not installed."""
+    """The module of Qwen3-Next; FastWeightError where transformers is not installed.
+
+    Its delta rule in plain PyTorch is the baseline: what runs where nobody has installed kernels.
+    """
     try:
         from transformers import logging
         from transformers.models.qwen3_next import modeling_qwen3_next

@@ -92,6 +92,13 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
     """Run the experiments of these names, show what came of them, and return the exit code.
 
     how: smoke, out, seeds, only and part, as `plan` takes them.
+
+    Args:
+        names: of experiments.
+        device: "auto", "cpu" or "cuda".
+        data: folder of corpora, or None.
+        jobs: processes side by side.
+        minutes: after which to stop, or None.
     """
     from rich.console import Console
 
@@ -117,7 +124,13 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
 
 
 def _show(outcome: Any, plan: Any, console: Any) -> None:
-    """Print an experiment's table, what it confirmed and what it did not, and where its files are."""
+    """Print an experiment's table, what it confirmed and what it did not, and where its files are.
+
+    Args:
+        outcome: rows, what was confirmed and what not, arms that are missing, files.
+        plan: of the experiment.
+        console: of rich.
+    """
     from fastweights.lab.engine.experiment import docstring
 
     # An experiment's own table, ours beside the paper's; the raw rows where it has none.
@@ -138,7 +151,12 @@ def _show(outcome: Any, plan: Any, console: Any) -> None:
 
 
 def _table(heading: str, rows: list[dict]) -> Any:
-    """Rows as a table of the terminal: numbers to the right, text to the left."""
+    """Rows as a table of the terminal: numbers to the right, text to the left.
+
+    Args:
+        heading: above the table.
+        rows: from column to value; a value that a row lacks is left blank.
+    """
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -154,14 +172,23 @@ def _table(heading: str, rows: list[dict]) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """A value in four figures; nothing for None."""
+    """A value in four figures; nothing for None.
+
+    Examples:
+        >>> _cell(0.123456), _cell(None), _cell(12)
+        ('0.1235', '', '12')
+    """
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _write_scoreboard(out: Path | None) -> None:
-    """Write the page of all verdicts into the folder of results."""
+    """Write the page of all verdicts into the folder of results.
+
+    Args:
+        out: folder of results; docs/results when absent.
+    """
     from fastweights import files
     from fastweights.lab.engine import scoreboard
 

@@ -161,7 +161,10 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def passed_a_checkpoint(path: Path) -> bool:
-    """Whether a run has saved a checkpoint: a second validation comes after the first one's."""
+    """Whether a run has saved a checkpoint: a second validation comes after the first one's.
+
+    A checkpoint is saved after each validation, so a second one in the log means that the first was followed by one.
+    """
     return path.exists() and sum("valid_loss" in values for _, values in _lines(path)) > 1
 
 
@@ -177,7 +180,12 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _board(run: Path, start: int) -> Any:
-    """A TensorBoard writer where it is installed, else None."""
+    """A TensorBoard writer where it is installed, else None.
+
+    Args:
+        run: folder of the run; the board's files go to its folder `tensorboard`.
+        start: step from which the run goes on; what was logged after it is dropped.
+    """
     # TensorBoard imports TensorFlow where it finds it, for seconds and pages of warnings; this name stops it
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
     try:
