@@ -13,6 +13,7 @@ from fastweights.lm.training import train
 from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
+from fastweights.torch.tree import flatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
 SMALL = dict(dim=16, heads=2, depth=2, length=16, batch=4, eval_every=8, steps=20)
@@ -85,6 +86,32 @@ def test_a_decoder_writes_what_the_model_writes_step_by_step(changes):
         logits, state = model.step(token, state)
         token = how.pick(logits, u)
         assert torch.equal(decoder(u), token)
+
+
+class Replay:
+    """What a CUDA graph does to a decoder: a step that reads and overwrites token and state."""
+
+    def __init__(self, decoder, wrong=False):
+        self.decoder, self.wrong, self.first = decoder, wrong, decoder.token.clone()
+
+    def replay(self):
+        d = self.decoder
+        token, state = d._step(self.first if self.wrong else d.token, d.state, torch.zeros(2), None)
+        d.token = token
+        for (_, old), (_, new) in zip(flatten(d.state), flatten(state), strict=True):
+            old.copy_(new)
+
+
+@torch.no_grad()
+def test_a_graph_that_replays_something_else_is_not_used():
+    torch.manual_seed(0)
+    model = LanguageModel(Config(**SMALL, head="linear"), vocab=30).eval()
+    decoder = Decoder(model, model.init_state(2), torch.tensor([29, 3]), lambda logits, _: logits.argmax(-1))
+    decoder.noise, before = torch.zeros(2), [x.clone() for _, x in flatten(decoder.state)]
+    assert decoder._agrees(Replay(decoder), None)
+    assert not decoder._agrees(Replay(decoder, wrong=True), None)  # the token of the capture, recorded by mistake
+    assert decoder.token.tolist() == [29, 3]
+    assert all(torch.equal(x, y) for (_, x), y in zip(flatten(decoder.state), before, strict=True))
 
 
 def test_a_token_is_drawn_as_often_as_it_is_likely():

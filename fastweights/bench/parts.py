@@ -174,11 +174,11 @@ def _part(e: Any, forward: dict[int, str], kernel: str) -> str:
     if any(name.startswith(("CompiledFunction", "## Call CompiledFxGraph", "Torch-Compiled Region")) for name in names):
         if any(name.startswith("fastweights::packed_convolution") for name in names):
             return CONV
-        if any(name.startswith(("fastweights::", "aten::_scaled_dot", "flex_attention")) for name in names):
+        if any(name.startswith(("fastweights::", "aten::_scaled_dot")) for name in names):
             return MEMORY
         if any(name.startswith(("aten::mm", "aten::addmm", "aten::bmm")) for name in names):
             return BOTH
-        return MEMORY if "flex_attention" in kernel else FUSED
+        return FUSED
     for a in _above(e):
         if a.name.startswith(BACKWARD):
             return forward.get(a.sequence_nr, HEAD)

@@ -64,8 +64,6 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
         model: is changed.
         backend: of torch.compile; "eager" and "aot_eager" compile nothing, for tests.
     """
-    if {"transformer", "softmax"} & set(model.config.mixers):
-        from fastweights.models import flex  # noqa: F401 - found by the compiler when it is there already
     model.compiled = torch.compile(_run, backend=backend, dynamic=False)
 
 
