@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import assert_close
 from safetensors.torch import load_file, save_file
 
-from fastweights import FastWeightError, attention_config
+from fastweights import FastWeightError, attention_config, checks
 from fastweights.features import parse
 from fastweights.torch import AttentionState, FastWeightAttention, feature_map
 
@@ -286,7 +286,7 @@ def test_call_errors():
 
 
 def test_unbounded_combinations_warn_once(monkeypatch):
-    monkeypatch.setattr(attention_config, "_warned", set())
+    monkeypatch.setattr(checks, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

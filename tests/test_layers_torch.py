@@ -150,6 +150,8 @@ def assert_initial(layer):
         ("decay_bias", 0 if layer.config.decay == "gla" else -3),
         ("removal_key", 0.85),
         ("removal_mix", 1),
+        ("feedback_share", 1),
+        ("feedback_query", 1),
     ):
         if name in weights:
             assert (weights.pop(name) == value).all(), name
