@@ -25,19 +25,19 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Steps to train at most.")] = 800,
     limit: Annotated[int, typer.Option(min=1, help="Bytes of held-out documents to score.")] = 65_536,
     prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "class Queue:",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 400,
     data: Annotated[str, typer.Option(help="Documents to train on: stdlib, a file or a folder.")] = "stdlib",
     tokenizer: Annotated[
         str, typer.Option(help="Tokens of the model: bytes, or bpe:SIZE, pieces of words found in the text.")
-    ] = "bpe:2048",
+    ] = "bytes",
 ) -> None:
     """Train, evaluate and generate on this machine, in minutes, and say in words what was shown.
 
     Nothing is downloaded: the text is the source code of Python's standard library. Three steps, each of which is a
     command of its own:
 
-    1. `train`: a language model of about a million weights, for four minutes at most. Its tokens are pieces of words,
-       three bytes on average, so it sees three times as much text per step as with bytes.
+    1. `train`: a language model of about a million weights, for four minutes at most. Its tokens are bytes; with
+       `--tokenizer bpe:2048` they are pieces of words, three bytes on average.
     2. `eval`: files that it has not seen, with and without memory, beside gzip and xz.
     3. `generate`: text that goes on with a prompt. It has the looks of Python, not the sense: that takes larger models
        and longer training.
