@@ -44,11 +44,12 @@ def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
     """f(*inputs). The first call with a key runs as it is, the second captures a graph, later ones replay it.
 
     key: all that f depends on besides the values of its inputs and of tensors that stay where they are. Shapes, dtypes
-    and the device of the inputs are added to it. A call that cannot be captured goes on as it is, and says why once.
+    and the device of the inputs are added to it, and autocast's dtype. A call that cannot be captured goes on as it is,
+    and says why once.
     """
     if refuses(inputs[0]):
         return f(*inputs)
-    key = (key, tuple((x.shape, x.dtype, x.device) for x in inputs))
+    key = _whole(key, inputs)
     with _lock:
         if key not in _known:
             _remember(key, None)
@@ -67,9 +68,15 @@ def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
         return tuple(results)
 
 
+def _whole(key, inputs):
+    """The key with all else that a recording depends on: shapes, dtypes, devices, and whether autocast is on."""
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return key, autocast, tuple((x.shape, x.dtype, x.device) for x in inputs)
+
+
 def why_not(key: Hashable, inputs: tuple[Tensor, ...]) -> str | None:
     """Why calls like this one are not replayed, or None if they are or will be."""
-    found = _known.get((key, tuple((x.shape, x.dtype, x.device) for x in inputs)))
+    found = _known.get(_whole(key, inputs))
     return refuses(inputs[0]) or (found if isinstance(found, str) else None)
 
 
