@@ -111,7 +111,7 @@ def spec_of(config: AttentionConfig) -> Spec:
     return Spec(config.rule)
 
 
-class _Plans(NamedTuple):
+class _Sizes(NamedTuple):
     """What every part of a plan needs: the numbers of the config, worked out once.
 
     Attributes:
@@ -221,7 +221,7 @@ def _plan_forward(plan, config, save):
     saved.
     """
     x = Given(*plan.inputs)
-    how = _Plans(config, *x.p.shape[:2])
+    how = _Sizes(config, *x.p.shape[:2])
     inputs, slots, last = how.prepare(plan, x)
     o, memory, saved = kernels.add_forward(plan, slots, inputs, how.spec, how.whole, save)
     flat = (*x.p.shape[:2], config.heads * config.value_width)
@@ -261,7 +261,7 @@ def _plan_backward(plan, config):
     """
     dy, dmemory, dlast, *rest = plan.inputs
     x, saved = Given(*rest[:GIVEN]), rest[GIVEN:]
-    (B, T, columns), how = x.p.shape, _Plans(config, *x.p.shape[:2])
+    (B, T, columns), how = x.p.shape, _Sizes(config, *x.p.shape[:2])
     numbers, rows = (T, columns, T * columns), B * -(-T // BT)
     # One array takes the gradients of all sections of the projection, each launch its own columns.
     dp, do = plan.empty(x.p.shape, x.p.dtype), dy._replace(shape=(B, T, config.heads, config.value_width))
