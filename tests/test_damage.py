@@ -185,6 +185,28 @@ def test_a_damaged_corpus_is_encoded_again(place, tmp_path, damaged):
     np.testing.assert_array_equal(again.splits["train"].tokens, wanted)
 
 
+def test_a_corpus_of_an_older_version_is_said_to_be_so_and_encoded_again(place, tmp_path):
+    """Not damaged, and not other text: the run that began with it goes on with what the same documents give."""
+    where = str(place / "texts3"), "bytes"
+    now = data.prepare(*where, tmp_path / "cache")
+    index = files.read_json(now.folder / data.INDEX, "")
+    old = now.folder.rename(tmp_path / "cache" / data._name(*where, 1))
+    for about in index["splits"].values():
+        del about["tokens_sha256"]
+    (old / data.INDEX).write_text(json.dumps(index["splits"]))
+    with pytest.raises(FastWeightError, match=r"was written by an older version .* of version 1; expected version 2"):
+        data.open_folder(old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = data.prepare_again(old, *where, tmp_path / "cache")
+    assert again.folder == now.folder
+    files.write_checked_json(old / data.INDEX, index | dict(version=3))
+    with pytest.raises(FastWeightError, match=r"was written by another version .* of version 3"):
+        data.open_folder(old)
+    with pytest.raises(FastWeightError, match=r"was written by .*, and data is 'gone'; .*the checkpoint is intact"):
+        data.prepare_again(old, "gone", "bytes", tmp_path / "cache")
+
+
 def test_vanished_data_does_not_stop_a_run(place, tmp_path):
     """The encoded copy is enough; without it, what is missing is said, and the run goes on once it is back."""
     config = Config(data=str(place / "texts2"), steps=4, **SMALL)

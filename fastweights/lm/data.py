@@ -84,10 +84,7 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
     The folder's name is a hash of the corpus (names, sizes and times of its files) and the tokenizer, so that a corpus
     which has changed is encoded anew. So is one that is damaged, with a warning.
     """
-    is_file = tokens != "bytes" and not tokens.startswith("bpe:") and Path(tokens).is_file()
-    kind = checksum_of_file(Path(tokens)) if is_file else tokens
-    key = hashlib.sha256(json.dumps([VERSION, corpus.identity(data), kind]).encode()).hexdigest()[:16]
-    folder = (cache or cache_folder()) / key
+    folder = (cache or cache_folder()) / _name(data, tokens, VERSION)
     # The index is written last, so a folder that has one was complete once; checksums tell whether it still is.
     if (folder / INDEX).exists():
         try:
@@ -99,8 +96,17 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
     return open_folder(folder)
 
 
+def _name(data: str, tokens: str, version: int) -> str:
+    """What the folder of an encoded corpus is called in a version of these files."""
+    is_file = tokens != "bytes" and not tokens.startswith("bpe:") and Path(tokens).is_file()
+    kind = checksum_of_file(Path(tokens)) if is_file else tokens
+    return hashlib.sha256(json.dumps([version, corpus.identity(data), kind]).encode()).hexdigest()[:16]
+
+
 def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = None) -> Corpus:
-    """The corpus that a run began with, encoded in `folder`; made again from its data where it is gone or damaged."""
+    """The corpus that a run began with, encoded in `folder`; made again from its data where it is gone, damaged or
+    of an older version.
+    """
     damage = f"{folder} is gone"
     if (folder / INDEX).exists():
         try:
@@ -113,7 +119,7 @@ def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = Non
         raise FastWeightError(
             f"{damage}, and {error}; the checkpoint is intact, and goes on once the data is back"
         ) from None
-    if found.folder.name != folder.name:
+    if folder.name not in [_name(data, tokens, version) for version in range(1, VERSION + 1)]:
         warnings.warn(
             f"{damage}, and {data} has changed since this run began: it goes on with other text",
             FastWeightWarning,
@@ -139,7 +145,7 @@ def _encode(data: str, tokens: str, folder: Path) -> None:
             temporary.mkdir()
             with_tokens.save(temporary)
             index = {name: _write(temporary / f"{name}.bin", parts[name], with_tokens) for name in SPLITS}
-            write_checked_json(temporary / INDEX, dict(tokenizer=with_tokens.name, splits=index))
+            write_checked_json(temporary / INDEX, dict(version=VERSION, tokenizer=with_tokens.name, splits=index))
     except FastWeightError:
         if not (folder / INDEX).exists():  # no other process was quicker
             raise
@@ -163,6 +169,12 @@ def open_folder(folder: Path) -> Corpus:
     """The corpus in a folder that `prepare` made; raises FastWeightError where it is not as it was written."""
     why = "a folder that `fastweights train` made of its documents"
     index = read_json(folder / INDEX, why)
+    # The first version named its splits at the top, without checksums; the second did not say its number at first.
+    version = index.get("version", 1 if set(index) == set(SPLITS) else 2)
+    if version != VERSION:
+        age = "an older" if version in range(1, VERSION) else "another"
+        raise FastWeightError(f"{folder} was written by {age} version of this library: its files are of version "
+                              f"{version!r:.20}; expected version {VERSION}")  # fmt: skip
     try:
         splits = {name: _open(folder / f"{name}.bin", index["splits"][name]) for name in SPLITS}
         wanted = str(index["tokenizer"])

@@ -1,6 +1,6 @@
 """Fuzz: mutated real files through every loader. Only FastWeightError may come out, soon, and memory stays bounded.
 
-    cd tests && python -m reliability.fuzz --files 100000
+    cd tests && python -m reliability.fuzz --files 100000 --processes 4
 
 A file that breaks the promise is kept in the folder that --keep names.
 """
@@ -8,6 +8,7 @@ A file that breaks the promise is kept in the folder that --keep names.
 import argparse
 import json
 import lzma
+import multiprocessing
 import os
 import resource
 import shutil
@@ -17,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,10 +202,11 @@ def fuzz(count, seed=0, *, hf=True, only=(), keep=None, advance=lambda done: Non
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 outcomes[t.name, "failed"] += 1
-                failures.append(f"{t.name}, file {done}: {''.join(traceback.format_exception(error))[-1500:]}")
+                said = "".join(traceback.format_exception(error))[-1500:]
+                failures.append(f"{t.name}, seed {seed}, file {done}: {said}")
                 if keep:
                     Path(keep).mkdir(parents=True, exist_ok=True)
-                    shutil.copy(t.path, Path(keep) / f"{done}-{t.path.name}")
+                    shutil.copy(t.path, Path(keep) / f"{seed}-{done}-{t.path.name}")
             t.path.write_bytes(whole[t.path])
             if (done + 1) % 1000 == 0:
                 advance(done + 1)
@@ -213,20 +216,30 @@ def fuzz(count, seed=0, *, hf=True, only=(), keep=None, advance=lambda done: Non
     return outcomes, failures, grown
 
 
+def part(number, given):
+    """What one of the processes does: its share of the files, from a seed of its own."""
+    os.environ["TQDM_DISABLE"] = "1"
+    count = given.files // given.processes + (number < given.files % given.processes)
+    return fuzz(count, given.seed + number, hf=not given.no_hf, keep=given.keep,
+                only=tuple(filter(None, given.only.split(","))),
+                advance=lambda n: print(f"process {number}: {n}", flush=True))  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="that share the files")
+    parser.add_argument("--seed", type=int, default=0, help="of the first process; the next has the next seed")
     parser.add_argument("--keep", default=None, help="folder for files that broke the promise")
     parser.add_argument("--no-hf", action="store_true", help="leave out what needs transformers")
     parser.add_argument("--only", default="", help="names of loaders, comma-separated")
     parser.add_argument("--out", default=None, help="JSON file")
     given = parser.parse_args()
     began = time.monotonic()
-    os.environ["TQDM_DISABLE"] = "1"
-    outcomes, failures, grown = fuzz(given.files, given.seed, hf=not given.no_hf, keep=given.keep,
-                                     only=tuple(filter(None, given.only.split(","))),
-                                     advance=lambda n: print(n, flush=True))  # fmt: skip
+    with ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(part, range(given.processes), [given] * given.processes))
+    outcomes = sum((counts for counts, _, _ in parts), Counter())
+    failures, grown = [text for _, some, _ in parts for text in some], max(grown for _, _, grown in parts)
     by_loader = {}
     for (name, what), n in sorted(outcomes.items()):
         by_loader.setdefault(name, {})[what] = n
