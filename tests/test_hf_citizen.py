@@ -290,6 +290,29 @@ def test_compiles_and_exports_with_a_mask(head):
     torch.testing.assert_close(dict(flatten(after.past_key_values.state)), dict(flatten(exact.past_key_values.state)))
 
 
+def test_generate_with_a_compiled_forward_that_overwrites_its_outputs():
+    """As CUDA graphs do (mode="reduce-overhead"): what a call returned is gone when the next one starts."""
+    returned = []
+
+    def overwriting(graph, _):
+        def run(*inputs):
+            for old in returned:
+                old.fill_(1)
+            out = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph(*inputs)]
+            returned[:] = [x for x in out if isinstance(x, torch.Tensor)]
+            return out
+
+        return run
+
+    model, tokens = make("delta", head="fwl"), random_tokens(2, 9)
+    how = dict(max_new_tokens=4, do_sample=False)
+    want = model.generate(tokens, **how)
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend=overwriting)
+    assert torch.equal(model.generate(tokens, **how), want)
+    assert returned
+
+
 @pytest.mark.parametrize("head", ["linear", "fwl"])
 def test_offloaded_to_disk(tmp_path, head):
     model, tokens = make(head=head), random_tokens(2, 9)

@@ -234,10 +234,10 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 x, tokens = torch.cat([again.features, x], 1), torch.cat([again.tokens, tokens], 1)
             mask = real_tokens(attention_mask, x.shape[1])
             features, fast = self._learn(x, tokens, before, mask, text_starts(x, mask, position_ids, packing))
-            if cache is not None:
-                cache.state = cache.state._replace(fast=fast)
+            if cache is not None:  # made anew: torch.compile of PyTorch 2.11 cannot return what `_replace` makes
+                cache.state = State(cache.state.blocks, fast)
                 if cache.recording:
-                    cache.readings[-1] = cache.readings[-1]._replace(tokens=tokens, features=x)
+                    cache.readings[-1] = Reading(*cache.readings[-1][:2], tokens, x)
             x = features[:, -new:]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])
@@ -272,6 +272,13 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         raise FastWeightError("continuous batching is asked for; expected `generate` with a batch: its pages hold keys "
                               "and values, which a memory does not have")  # fmt: skip
 
+    def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **how: Any) -> dict[str, Any]:
+        """The state that a compiled forward returned is copied: with CUDA graphs, the next call overwrites it."""
+        cache = outputs.get("past_key_values")
+        if isinstance(cache, FastWeightCache) and _compiled(self):
+            cache.state = map_tensors(Tensor.clone, cache.state)
+        return super()._update_model_kwargs_for_generation(outputs, *args, **how)
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict, *args: Any, **how: Any
     ) -> None:
@@ -285,6 +292,11 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             drafted = GenerationMode.ASSISTED_GENERATION in args or wanted == "dynamic_full"  # of older assistants
             if generation_config.is_assistant or drafted:
                 model_kwargs["past_key_values"].activate_past_recording()
+
+
+def _compiled(model):
+    """Whether torch.compile made the forward that calls of this model run."""
+    return model._compiled_call_impl is not None or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 def _dict_wanted(config, return_dict):
