@@ -314,6 +314,7 @@ def test_models_of_others(place, inspect):
     (found,) = blocks_of(place / "head.html")
     assert [m["key"] for m in found["modes"]] == ["static", "fast"]
     assert found["memories"] == []
+    assert [c["kind"] for c in found["figures"]["curves"]] == ["losses", "steps"]
 
 
 def test_errors_say_what_is_wrong(place, inspect):

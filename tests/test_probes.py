@@ -148,6 +148,20 @@ def test_steps_of_a_fast_weight_layer_are_the_changes_of_its_weights(how):
     assert_close(p["fast"].slow_loss, block.slow_loss(x, labels).detach().numpy())
 
 
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+def test_steps_of_tokens_are_the_changes_of_the_weights(rule):
+    torch.manual_seed(1)
+    block = fw.FWLBlock(8, vocab_size=20, inputs=6, normalizer=4.0, step_size=0.5, rule=rule).double()
+    x, labels, weights = torch.randn(1, 4, 6).double(), torch.randint(20, (1, 4)), torch.ones(1, 4).double()
+    with torch.no_grad(), fw.probe(block) as p:
+        block.run(x, labels, weights)
+    with torch.no_grad():
+        states = [block.run(x[:, :t], labels[:, :t], weights[:, :t]).state[:3] for t in (1, 2, 3, 4)]
+    for t in (1, 2, 3):
+        change = sum((a - b).square().sum() for a, b in zip(states[t], states[t - 1], strict=True)).sqrt()
+        assert_close(p["fast"].step[0, t], change.numpy())
+
+
 @pytest.mark.parametrize("preset", ["delta-attention-norm", "linear-transformer"])
 def test_the_normaliser_is_no_part_of_the_memory(preset):
     layer = fw.FastWeightAttention.preset(preset, 16, heads=2)

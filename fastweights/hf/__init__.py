@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from fastweights.hf import head_probes  # noqa: F401 - tells probes of the heads
 from fastweights.hf.accelerate import Accelerated, accelerate
 from fastweights.hf.attach import FastState, attach, attached, detach, load_attached, save_attached, state_of, using
 from fastweights.hf.body import down_projections

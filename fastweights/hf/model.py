@@ -237,7 +237,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             if cache is not None:  # made anew: torch.compile of PyTorch 2.11 cannot return what `_replace` makes
                 cache.state = State(cache.state.blocks, fast)
                 if cache.recording:
-                    cache.readings[-1] = Reading(*cache.readings[-1][:2], tokens, x)
+                    last = cache.readings[-1]
+                    cache.readings[-1] = Reading(last.state, last.x, tokens, x)
             x = features[:, -new:]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])

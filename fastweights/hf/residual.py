@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.torch import cross_entropy
+from fastweights.torch import cross_entropy, watching
 from fastweights.torch.cache_sight import rows_at
 
 RMS_EPS = 1e-6
@@ -257,7 +257,11 @@ class ResidualHead(nn.Module):
             shorter = (self.settings.clip / (norm + 1e-12)).clamp(max=1.0)[:, None, None]
             g1, g2 = g1 * shorter, g2 * shorter
         steps = self.log_steps.exp()
-        return S1 - steps[0] * g1, S2 - steps[1] * g2
+        change1, change2 = steps[0] * g1, steps[1] * g2
+        if watching.steps:
+            square = change1.square().sum((1, 2)) + change2.square().sum((1, 2))
+            watching.steps[-1].append(square.detach().sqrt())
+        return S1 - change1, S2 - change2
 
     def extra_repr(self) -> str:
         c = self.settings

@@ -27,7 +27,7 @@ from fastweights.hf.attach import NAME, WINDOW, attached, using
 from fastweights.hf.head_training import body
 from fastweights.hf.loading import read_corpus, row_of
 from fastweights.text.scores import Score, Text
-from fastweights.torch import cross_entropy, graphs
+from fastweights.torch import cross_entropy, graphs, watching
 from fastweights.torch.cache import NeuralCache
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
@@ -118,6 +118,7 @@ def score(
         if mode in PARTS:
             parts = PARTS[mode]
             beside = not parts.get("body", True) and how.stride % attached(model).settings.refresh == 0
+            beside = beside and not watching.watchers  # a probe looks at calls of the head
             loss, held = (_beside if beside else _attached)(model, row, how, parts)
         else:
             with using(model, head=False, cache=False, body=False):

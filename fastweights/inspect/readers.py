@@ -1,7 +1,6 @@
 """Reading a text under a probe: losses by what the model may remember, and what its memories did on the way."""
 
 import math
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -63,7 +62,11 @@ class Watch(Protocol):
 
 WINDOWS = "Windows of {} tokens, each read with an empty memory."
 CARRIED = "The memory is carried from the first token on."
-ADAPTED = "The memory is carried, and the Fast Weight Layer learns from every token."
+LEARNING = (
+    "fast",
+    "memory on, layer learns",
+    "The memory is carried, and the Fast Weight Layer learns from every token.",
+)
 
 
 def check_text(path: Path, data: bytes) -> None:
@@ -133,7 +136,7 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
     modes = [Mode("static", "memory off", WINDOWS.format(model.config.length), static),
              Mode("memory", "memory on", CARRIED, _joined(slow))]  # fmt: skip
     if model.fast is not None:
-        modes.append(Mode("fast", "memory on, layer learns", ADAPTED, _joined(fast)))
+        modes.append(Mode(*LEARNING, _joined(fast)))
     points = _points(states, T)
     back = [RolledBack(at, _from_memory(model, row[:, at:], states[at])) for at in points]
     return Reading(str(run), text, model.tokenizer.lengths()[text.tokens], modes, back, seen)
@@ -219,29 +222,25 @@ def read_hf(
     watch.begin(row.shape[1] - 1)
     if not ours and head is None:
         accelerate(model)
-    with torch.no_grad(), using(model, head=False, cache=False) if head is not None else nullcontext():
-        adapt = getattr(model.config, "adapt", None)
-        static = score(model, tokenizer, [text], "static", how).losses[0] if head is not None else None
-        with probe(model, every=every, keep=True) as seen:
-            if ours:
-                model.config.adapt = False
-                losses = _carried(model, row, watch, seen)
-                model.config.adapt = adapt
-            elif head is None:
-                losses = _windows(model, row, window, watch, seen)
     modes = []
-    if static is not None:
-        modes.append(Mode("static", "window", f"Each token sees up to {window} tokens before it.", static))
-    if ours:
-        modes.append(Mode("memory", "memory on", CARRIED, losses))
-        if model.fast is not None:
-            with torch.no_grad():
-                modes.append(Mode("fast", "memory on, layer learns", ADAPTED, _carried(model, row, None, None)))
-    elif head is None:
-        modes.append(Mode("static", "memory on", WINDOWS.format(window), losses))
     if head is not None:
-        fast = score(model, tokenizer, [text], "fast", how).losses[0]
-        modes.append(Mode("fast", "the head learns", "The attached head learns from every token.", fast))
+        with torch.no_grad(), using(model, head=False, cache=False):
+            static = score(model, tokenizer, [text], "static", how).losses[0]
+        modes.append(Mode("static", "window", f"Each token sees up to {window} tokens before it.", static))
+    if ours and model.fast is not None:
+        adapt, model.config.adapt = model.config.adapt, False
+        with torch.no_grad():
+            modes.append(Mode("memory", "memory on", CARRIED, _carried(model, row, None, None)))
+        model.config.adapt = adapt
+    with torch.no_grad(), probe(model, every=every, keep=True) as seen:
+        if ours:
+            kind = ("memory", "memory on", CARRIED) if model.fast is None else LEARNING
+            modes.append(Mode(*kind, _carried(model, row, watch, seen)))
+        elif head is None:
+            modes.append(Mode("static", "memory on", WINDOWS.format(window), _windows(model, row, window, watch, seen)))
+        else:
+            fast = score(model, tokenizer, [text], "fast", how).losses[0]
+            modes.append(Mode("fast", "the head learns", "The attached head learns from every token.", fast))
     assert text.sizes is not None
     return Reading(str(folder), text, text.sizes, modes, [], seen)
 

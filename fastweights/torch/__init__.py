@@ -22,9 +22,10 @@ from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.feature_cache import FeatureCache, FeatureCacheState
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.labels import make_labels
+from fastweights.torch.layer_records import LayerRecord
 from fastweights.torch.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.torch.ops import fast_weight, feature_map
-from fastweights.torch.probes import LayerRecord, MemoryRecord, Probe, probe
+from fastweights.torch.probes import MemoryRecord, Probe, probe
 from fastweights.torch.sequential import FastWeightProgrammer, FastWeightRNN
 
 __all__ = [

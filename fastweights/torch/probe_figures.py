@@ -81,6 +81,7 @@ def curves(probe: Any, kind: str, points: int = 100_000) -> list[Curve]:
             lines.append(_thin(r.name, r.at, r.step.mean(0), points))
             continue
         for label, loss in (("trained weights", r.slow_loss), ("as it learns", r.loss)):
+            loss = loss[:, np.isfinite(loss).all(0)]  # of a head, nothing came before the first token
             x, y = _means(loss.mean(0), max(1, min(points, loss.shape[1] // SMOOTH)))
             lines.append(Curve(f"{r.name}, {label}", x, y, group=len(lines)))
     return lines

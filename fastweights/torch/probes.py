@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastweights import fwl, refresh
 from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.torch import watching
 from fastweights.torch.attributions import Attribution
-from fastweights.torch.framework import OPS
 from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.layer_records import LEARNERS, LayerRecord, Notes, array_of, block_call, joined
 from fastweights.torch.measures import Marks, Measured, Writes, check_every, measure
 from fastweights.torch.nn import FastWeightAttention
 
@@ -55,8 +54,10 @@ class MemoryRecord:
         carried = self._keys is not None and inputs.state is not None and len(self._keys) == len(inputs.q)
         found: Measured = measure(inputs, spec, self.every, keys=self._keys if carried else None)
         self._keys = found.keys
-        arrays = {n: _array(x) for part in (found.writes, found.marks) for n, x in zip(part._fields, part, strict=True)}
-        self.calls.append((arrays, _array(found.at) + self._total))
+        arrays = {
+            n: array_of(x) for part in (found.writes, found.marks) for n, x in zip(part._fields, part, strict=True)
+        }
+        self.calls.append((arrays, array_of(found.at) + self._total))
         self._total += inputs.q.shape[1]
         if self._keep:
             held = inputs._replace(state=None if inputs.state is None else inputs.state.detach().clone())
@@ -71,11 +72,7 @@ class MemoryRecord:
         """A measurement by its name, over all calls so far, joined along the text."""
         if name not in MEASURES:
             raise AttributeError(f"a MemoryRecord has no {name!r}; expected one of {', '.join(MEASURES)}")
-        parts = [arrays[name] for arrays, _ in self.calls]
-        if len({len(x) for x in parts}) > 1:
-            raise FastWeightError(f"{self.name} was called with batches of {sorted({len(x) for x in parts})}; expected "
-                                  "one size: calls are joined along time, so probe one text at a time")  # fmt: skip
-        return np.concatenate(parts, 1)
+        return joined(self.name, [arrays[name] for arrays, _ in self.calls])
 
     def attribution(self) -> Attribution:
         """Where this memory's reads come from; needs `probe(..., keep=True)`."""
@@ -92,105 +89,6 @@ class MemoryRecord:
 
 
 MEASURES = (*Writes._fields, *Marks._fields)
-
-
-class LayerRecord:
-    """What a Fast Weight Layer learned from a text, in NumPy arrays.
-
-    Attributes:
-        loss, slow_loss: (B, T) of each token, in nats, by the layer as it has become and by its trained weights alone.
-        gain: slow_loss - loss.
-        step: (B, M) the norm of each change of its weights: one per token, or one per chunk where gradients are
-            refreshed.
-        at: (M,) tokens after the start of each step.
-        learned: (B, M) the norm of all that has been learned, at the last step of each call; NaN at the others.
-    """
-
-    def __init__(self, name: str):
-        self.name, self._total = name, 0
-        self.calls: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
-
-    @torch.no_grad()
-    def add(
-        self, block: FWLBlock, x: Tensor, labels: Tensor, weights: Tensor, before: Any, out: Any, seen: list
-    ) -> None:
-        """Measure one call of `FWLBlock.run`.
-
-        Args:
-            block: the layer.
-            x, labels, weights: its arguments.
-            before: the state it started from, or None.
-            out: what it returned.
-            seen: the norms of its steps, as far as it noted them.
-        """
-        config, p = block.config, block._weights()
-        slow = block.slow_loss(x, labels) if out.slow_loss is None else out.slow_loss
-        if config.refresh is None:
-            step = _published_steps(config, p, x, labels, weights)
-            at = np.arange(1, x.shape[1] + 1)
-        else:
-            before = block.init_state(len(x)) if before is None else before
-            waiting = sorted(set(before.waiting.tolist()))
-            if len(waiting) > 1:
-                raise FastWeightError(f"rows wait with {waiting} tokens; expected as many in each: probe one text at a "
-                                      "time")  # fmt: skip
-            steps = seen or _refreshed_steps(config, p, x, labels, weights, before, block)
-            step = torch.stack(steps, 1) if steps else x.new_zeros(len(x), 0)
-            at = (np.arange(step.shape[1]) + 1) * config.refresh - waiting[0]
-        learned = torch.full_like(step, float("nan"))
-        if learned.shape[1]:
-            learned[:, -1] = _norm(out.state[:3])
-        row = dict(loss=out.loss, slow_loss=slow, gain=slow - out.loss, step=step, learned=learned)
-        self.calls.append(({n: _array(y) for n, y in row.items()}, at + self._total))
-        self._total += x.shape[1]
-
-    at = MemoryRecord.at
-
-    def __getattr__(self, name: str) -> np.ndarray:
-        """A measurement by its name, over all calls so far."""
-        if name not in LAYER_MEASURES:
-            raise AttributeError(f"a LayerRecord has no {name!r}; expected one of {', '.join(LAYER_MEASURES)}")
-        return np.concatenate([arrays[name] for arrays, _ in self.calls], 1)
-
-    def __repr__(self) -> str:
-        return f"LayerRecord({self.name!r}, {self._total} tokens)"
-
-
-LAYER_MEASURES = ("loss", "slow_loss", "gain", "step", "learned")
-
-
-def _published_steps(config, p, x, labels, weights):
-    """The norm (B, T) of each token's step, from its keys and values."""
-    slow = fwl.slow_pass(config, OPS, p, x)
-    _, dn = OPS.head(slow.n, p["unembed"], p["unembed_bias"], labels)
-    share = weights / fwl.normalization(config, OPS, weights, None)
-    written = fwl.write(config, OPS, p, x, slow, dn * share.to(dn.dtype)[..., None])
-    return sum(k.square().sum(-1) * v.square().sum(-1) for k, v in written).sqrt()
-
-
-def _refreshed_steps(config, p, x, labels, weights, before, block):
-    """The norm of each chunk's step where the layer does not note it: the chunks are learned once more."""
-    C, learned, steps = config.refresh, tuple(before[:3]), []
-    share = (weights / fwl.normalization(config, OPS, weights, None)).to(before.shares.dtype)
-    n = int(before.waiting.max())
-    waits = zip((before.pending, before.labels, before.shares), (x, labels, share), strict=True)
-    tokens = [torch.cat([old[:, :n].to(new.dtype), new], 1) for old, new in waits]
-    for a in range(0, tokens[0].shape[1] - C, C):  # a chunk is learned when the token after it arrives
-        part = [y[:, a : a + C] for y in tokens]
-        after = refresh.chunk(config, OPS, p, learned, *part, close=True, score=False)[2]
-        steps.append(_norm([s - t for s, t in zip(after, learned, strict=True)]))
-        learned = after
-    return steps
-
-
-def _norm(parts):
-    """The length (B,) of several arrays (B, ...) taken as one vector."""
-    return sum(s.square().flatten(1).sum(1) for s in parts) ** 0.5
-
-
-def _array(x: Tensor) -> np.ndarray:
-    """A tensor as NumPy, without its gradient."""
-    return x.detach().cpu().numpy()
 
 
 class Probe:
@@ -217,6 +115,7 @@ class Probe:
         self._handles: list[Any] = []
         self._owners: dict[str, nn.Module] = {}
         self._blocks: list[FWLBlock] = []
+        self._notes: list[Notes] = []  # of the Fast Weight Layers whose calls are running
         self._called = False
 
     def __enter__(self) -> "Probe":
@@ -230,6 +129,8 @@ class Probe:
             if isinstance(module, FWLBlock):
                 self._blocks.append(module)
                 module.run = self._watched(module, name)  # type: ignore[method-assign]
+            elif measured := next((f for kind, f in LEARNERS.items() if isinstance(module, kind)), None):
+                self._handles += self._hooks(module, name, measured)
         watching.watchers.append(self._watch)
         return self
 
@@ -258,6 +159,8 @@ class Probe:
     def _watch(self, inputs: Inputs, spec: Spec) -> None:
         """A memory is about to be written: measure the call for the module that makes it."""
         path = self._path.get()
+        if path and path[-1] == INSIDE:
+            self._notes[-1].memories.append((inputs, spec))
         if not path or path[-1] == INSIDE:
             return
         name, owner = path[-1] or "memory", self._owners[path[-1]]
@@ -273,25 +176,50 @@ class Probe:
         assert isinstance(record, MemoryRecord)
         record.add(inputs, spec)
 
+    def _begin(self):
+        """A Fast Weight Layer starts to read: its memories are its own, and are not measured one by one."""
+        self._called = True
+        self._path.set((*self._path.get(), INSIDE))
+        self._notes.append(Notes([], []))
+        watching.steps.append(self._notes[-1].steps)
+
+    def _end(self):
+        """It is done; what it noted of its steps."""
+        watching.steps.pop()
+        self._leave()
+        return self._notes.pop()
+
+    def _layer(self, name):
+        """The record of a Fast Weight Layer."""
+        return self.records.setdefault(name or "fast", LayerRecord(name or "fast"))
+
     def _watched(self, block: FWLBlock, name: str) -> Any:
-        """`block.run`, recorded; the memories inside are the layer's own, and are not measured one by one."""
+        """`block.run`, recorded."""
 
         def run(x, labels, weights, state=None, **how):
-            self._called = True
-            seen: list[Any] = []
-            token = self._path.set((*self._path.get(), INSIDE))
-            watching.steps.append(seen)
+            self._begin()
             try:
                 out = FWLBlock.run(block, x, labels, weights, state, **how)
             finally:
-                watching.steps.pop()
-                self._path.reset(token)
+                notes = self._end()
             if how.get("cu_seqlens") is None and out.loss is not None:
-                record: Any = self.records.setdefault(name or "fast", LayerRecord(name or "fast"))
-                record.add(block, x, labels, weights, state, out, seen)
+                self._layer(name).add(block_call(block, notes, out, x, labels, weights, state))
             return out
 
         return run
+
+    def _hooks(self, module: nn.Module, name: str, measured: Any) -> list[Any]:
+        """Hooks on a Fast Weight Layer whose every call learns, as the heads of Hugging Face models do."""
+
+        def after(_module, args, kwargs, out):
+            notes = self._end()
+            if out is not None:  # None: the call failed
+                self._layer(name).add(measured(self._layer(name), module, notes, out, *args, **kwargs))
+
+        return [
+            module.register_forward_pre_hook(lambda *_: self._begin()),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
 
     @property
     def names(self) -> list[str]:
