@@ -60,7 +60,7 @@ def test_all_kernels_of_a_plan_and_of_what_follows_are_compiled_first_and_side_b
 
 def test_a_launch_passes_addresses_numbers_and_constants(log):
     start = launch.launcher(one(Kernel("it", log)), DEVICE)
-    start([4096], 7)
+    start([4096, None], 7)  # what is absent is taken from the end
     assert log == ["compile it", "start it (2, 1, 1) (4096, None, 3, 64)"]
 
 

@@ -18,6 +18,7 @@ from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 
+PLAIN = (Tensor, torch.nn.Parameter)
 GIVEN = ARRAYS + 1  # arrays of Inputs that methods see: the differentiable ones and cu_seqlens
 
 
@@ -122,24 +123,25 @@ def add(method: Method) -> Method:
 def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """(o, state) by a method that was added, with its gradient where one may be asked for.
 
-    Three ways, from cheap to general: the method's own function where nobody differentiates or traces; the registered
-    operator where a compiler looks on without gradients; an autograd function around either otherwise.
+    Three ways, from cheap to general: the method's own function where nobody differentiates or traces; the same inside
+    an autograd function; and registered operators, with their own autograd function, where someone looks on.
     """
     # Nobody differentiates and nobody traces: the function itself, which is the cheapest.
     gradient, watched = needs_gradient(inputs), is_watched()
     if not gradient and not watched:
         o, state, _ = method.forward(inputs, spec, 0)
         return o, state
+    arrays = inputs[:GIVEN]
+    if not watched and _is_plain(arrays):
+        return _apply_direct(method, spec, *arrays)
     layout = method.layout(inputs, spec) if gradient or is_transformed() else 0
-    q, k, v, *rest = inputs[:GIVEN]
+    q, k, v, *rest = arrays
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
         if not gradient:  # torch.compile takes an autograd function for one with a context where gradients are off
             o, state, *_ = ADDED[method.name].forward([q, k, v, *rest], spec.text, 0)
             return o, state
-    # `Function.apply` binds arguments to defaults for the sake of transforms; where none look on, its base will do
-    apply = FastWeight.apply if watched else super(torch.autograd.Function, FastWeight).apply
-    o, state, *_ = apply(method.name, spec.text, layout, q, k, v, *rest)
+    o, state, *_ = FastWeight.apply(method.name, spec.text, layout, q, k, v, *rest)
     return o, state
 
 
@@ -172,28 +174,68 @@ def _backward(method, do, dstate, inputs, saved, spec):
     return method.backward(do, dstate, inputs, saved, spec)
 
 
-def _operator(name, which, *tensors):
-    """The operator itself where someone may look on, else the function behind it: 20 us less per call."""
-    operators = ADDED[name]
-    plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    if is_watched() or not plain or has_modes():
-        return getattr(operators, which)
-    return None
+def _is_plain(tensors):
+    """Whether nobody looks on: then the function behind an operator is called, 20 us cheaper than the operator."""
+    return not has_modes() and all(x is None or type(x) in PLAIN for x in tensors)
+
+
+def _gradients(name, spec, tensors, do, dstate):
+    """Gradients of the arrays of Inputs, None for those that were absent, as one that differentiates once gets them.
+
+    Three ways, as in `run`: a function that can be differentiated once more, where second derivatives are asked for;
+    the operator, where someone looks on; else the method's own function.
+
+    Args:
+        name, spec: of the method and the call.
+        tensors: the arrays, and what the forward pass saved.
+        do, dstate: upstream gradients, None where there are none.
+    """
+    arrays, saved = tensors[:GIVEN], list(tensors[GIVEN:])
+    do = torch.zeros_like(arrays[2]) if do is None else do
+    if torch.is_grad_enabled():  # second derivatives
+        if dstate is None:
+            dstate = do.new_zeros(state_shape(Inputs(*arrays), spec), dtype=accumulation_dtype(do.dtype))
+        grads = FastWeightBackward.apply(name, spec.text, saved, do, dstate, *arrays)
+    elif not is_watched() and _is_plain((do, *arrays)):
+        grads = _backward(ADDED[name].method, do, dstate, Inputs(*arrays), saved, spec)
+    else:
+        grads = ADDED[name].backward(do, dstate, list(arrays), saved, spec.text)
+    return [None if x is None else g for x, g in zip(arrays[:ARRAYS], grads, strict=False)]
+
+
+class Direct(torch.autograd.Function):
+    """A method with its gradient, where nobody looks on: (o, state). What is saved never leaves it."""
+
+    @staticmethod
+    def forward(ctx, method, spec, *arrays):
+        """(o, state) by the method's own function, which also gives what its backward pass needs."""
+        inputs = Inputs(*arrays)
+        o, state, saved = method.forward(inputs, spec, method.layout(inputs, spec))
+        ctx.name, ctx.spec = method.name, spec
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arrays, *saved)
+        return o, state
+
+    @staticmethod
+    def backward(ctx, do, dstate):
+        """Gradients of the arrays; none of the method, the Spec and cu_seqlens."""
+        return None, None, *_gradients(ctx.name, ctx.spec, ctx.saved_tensors, do, dstate), None
+
+
+# `Function.apply` binds arguments to defaults for the sake of transforms; where none look on, its base will do.
+_apply_direct = super(torch.autograd.Function, Direct).apply
 
 
 class FastWeight(torch.autograd.Function):
-    """A method with its gradient: (o, state, *saved).
+    """A method's operator with its gradient, where compilers or transforms look on: (o, state, *saved).
 
     `vmap` has its rule here too: the mapped axis joins the batch, which changes no result.
     """
 
     @staticmethod
     def forward(name, spec, layout, *arrays):
-        """(o, state, *saved) by the operator, or by the method's own function where nobody looks on."""
-        if operator := _operator(name, "forward", *arrays):
-            return tuple(operator(list(arrays), spec, layout))
-        o, state, saved = ADDED[name].method.forward(Inputs(*arrays), of_text(spec), layout)
-        return o, state, *saved
+        """(o, state, *saved) by the operator."""
+        return tuple(ADDED[name].forward(list(arrays), spec, layout))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -205,24 +247,8 @@ class FastWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dstate, *_):
-        """Gradients of the arrays of Inputs, None for those that were absent.
-
-        Three ways, as in `run`: a function that can be differentiated once more, where second derivatives are asked
-        for; the operator, where someone looks on; else the method's own function.
-        """
-        tensors = ctx.saved_tensors
-        arrays, saved = tensors[:GIVEN], list(tensors[GIVEN:])
-        do = torch.zeros_like(arrays[2]) if do is None else do
-        if torch.is_grad_enabled():  # second derivatives
-            shape = state_shape(Inputs(*arrays), of_text(ctx.spec))
-            if dstate is None:
-                dstate = do.new_zeros(shape, dtype=accumulation_dtype(do.dtype))
-            grads = FastWeightBackward.apply(ctx.name, ctx.spec, saved, do, dstate, *arrays)
-        elif operator := _operator(ctx.name, "backward", do, *arrays):
-            grads = operator(do, dstate, list(arrays), saved, ctx.spec)
-        else:
-            grads = _backward(ADDED[ctx.name].method, do, dstate, Inputs(*arrays), saved, of_text(ctx.spec))
-        grads = [None if x is None else g for x, g in zip(arrays[:ARRAYS], grads, strict=False)]
+        """Gradients of the arrays; none of the name, the text, the layout and cu_seqlens."""
+        grads = _gradients(ctx.name, of_text(ctx.spec), ctx.saved_tensors, do, dstate)
         return None, None, None, *grads, None
 
     @staticmethod

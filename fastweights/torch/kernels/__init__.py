@@ -108,8 +108,9 @@ _plans: dict[tuple, Plan] = {}
 def _key(which, spec, whole, given):
     """What a plan is made for; everything else follows from it."""
     precision = torch.get_float32_matmul_precision()
-    tensors = [None if x is None else (x.shape, x.dtype, x.stride()) for x in given]
-    return which, spec, precision, whole, given[0].device, *tensors
+    tensors = [None if x is None else (x.shape, x.dtype) for x in given]
+    strides = (given[0].stride(), given[1].stride()) if spec.maps else None  # all else is contiguous
+    return which, spec, precision, whole, strides, given[0].device, *tensors
 
 
 def layout(inputs: Inputs, spec: Spec) -> int:
@@ -157,8 +158,9 @@ def backward(do: Tensor, dstate: Tensor | None, inputs: Inputs, saved: list[Tens
     """
     tables, whole = pack(inputs, spec)
     dstate = None if dstate is None else aligned(dstate)
-    given = [aligned(do), dstate, *ready(inputs, spec), *tables, *saved]
-    key = _key("backward", spec, whole, given)
+    arrays = [*ready(inputs, spec), *tables]
+    key = _key(("backward", dstate is None), spec, whole, arrays)  # do is like v; what was saved follows from the rest
+    given = [aligned(do), dstate, *arrays, *saved]
     plan = _plans.get(key)
     if plan is None:
         plan = plan_backward(given, inputs, spec, whole)

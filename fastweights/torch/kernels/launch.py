@@ -8,6 +8,8 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ class Launch(NamedTuple):
         numbers: that may change from call to call without compiling anew.
         constants: of the kernel's signature, in order.
         options: num_warps and num_stages.
+        scratch: place of the memory for its TMA descriptors, None where it has none; the plan sets it.
     """
 
     kernel: Any
@@ -34,6 +37,7 @@ class Launch(NamedTuple):
     numbers: tuple[int, ...]
     constants: tuple[Any, ...]
     options: tuple[tuple[str, int], ...]
+    scratch: int | None = None
 
     def key(self, device: torch.device) -> tuple:
         """What Triton compiles anew for: dtypes, which numbers are 1, divisible by 16 or wide, and the constants.
@@ -71,15 +75,14 @@ def _compile(launch, device):
 
 
 def launcher(launch: Launch, device: torch.device) -> Callable[[list, int], None]:
-    """A function of (addresses or tensors by slot, CUDA stream) that makes a launch; compiled if it must be.
+    """A function of (addresses by place and a None after the last, CUDA stream) that makes a launch.
 
-    In Triton's interpreter, for a CPU, it takes tensors.
+    It is compiled if it must be. In Triton's interpreter, for a CPU, the function takes tensors instead of addresses.
     """
     grid = (*launch.grid, 1, 1)[:3]
-    slots = launch.slots
     rest = (*launch.numbers, *launch.constants)
     if device.type != "cuda":
-        kernel, options = launch.kernel, dict(launch.options)
+        kernel, slots, options = launch.kernel, launch.slots, dict(launch.options)
 
         def interpret(tensors, stream):
             kernel[grid](*[None if i is None else tensors[i] for i in slots], *rest, **options)
@@ -88,21 +91,23 @@ def launcher(launch: Launch, device: torch.device) -> Callable[[list, int], None
     # On a GPU: look up what Triton compiled, and keep what its launcher wants of it.
     compile_together([launch], device)
     compiled = _compiled[launch.key(device)]
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    scratched = getattr(compiled.metadata, "global_scratch_size", 0) > 0
+    run, head = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    pick = itemgetter(*(-1 if i is None else i for i in launch.slots), -1)  # the last address is None
+    scratch = launch.scratch
 
     def start(addresses, stream):
-        if scratched:  # a setting of the calling thread, which may be autograd's
-            triton.set_allocator(scratch)
-        run(*grid, stream, function, metadata, None, None, None,
-            *[None if i is None else addresses[i] for i in slots], *rest)  # fmt: skip
+        if scratch is not None:  # a setting of the calling thread, which may be autograd's
+            address = addresses[scratch]
+            triton.set_allocator(lambda size, alignment, stream: address)
+        run(*grid, stream, *head, *pick(addresses)[:-1], *rest)
 
     return start
 
 
-def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Device memory for TMA descriptors, which Triton asks for at launch."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+def scratch_bytes(launch: Launch, device: torch.device) -> int:
+    """Bytes that a launch, once compiled, needs for its TMA descriptors: some for each program."""
+    metadata = _compiled[launch.key(device)].metadata
+    return getattr(metadata, "global_scratch_size", 0) * prod(launch.grid) * getattr(metadata, "num_ctas", 1)
 
 
 def current_stream(device: torch.device) -> int:

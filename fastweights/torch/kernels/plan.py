@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.torch.kernels.launch import Launch, compile_together, current_stream, is_current, launcher
+from fastweights.torch.kernels.launch import Launch, compile_together, current_stream, is_current, launcher, scratch_bytes
 
 
 class Slot(NamedTuple):
@@ -58,9 +58,11 @@ class Plan:
         self.buffers: list[Any] = [None] * len(given)  # per slot: (shape, dtype) to allocate, a constant, or None
         self.steps: list[Launch | tuple[Callable, tuple, int]] = []
         self.program: list[tuple[Callable, tuple | None, int]] | None = None
+        self.rest: list[Tensor | None] = []  # constants by place after the inputs, None for what each run allocates
+        self.fresh: list[tuple[int, int, torch.dtype | None, tuple]] = []  # what each run allocates: see `_source`
         self.results: Any = None  # the places that the caller wants: one, or a list; nothing else need be a tensor
         self.shared: list[tuple[int, int]] = []  # (place, offset) of what lies in one allocation of `room` bytes
-        self.room = 0
+        self.room = self.block = 0  # block: the place of that allocation
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """A slot for a tensor that is allocated, not initialised, whenever the plan runs."""
@@ -97,9 +99,24 @@ class Plan:
         if self.device.type == "cuda":
             compile_together([launch for plan in (self, *others) for launch in plan.launches], self.device)
             self._share()
+        given = len(self.inputs)
+        self.rest = [None if type(buffer) is tuple else buffer for buffer in self.buffers[given:]]
+        self.fresh = [
+            (place, *self._source(buffer[1]), buffer[0])
+            for place, buffer in enumerate(self.buffers)
+            if type(buffer) is tuple
+        ]
         self.program = [
             (launcher(step, self.device), None, 0) if isinstance(step, Launch) else step for step in self.steps
         ]
+
+    def _source(self, dtype):
+        """(place of an input to make a tensor like, the dtype if it is another): cheaper than by dtype and device."""
+        there = [slot for slot in self.inputs if slot is not None]
+        for slot in there:
+            if slot.dtype == dtype:
+                return slot.place, None
+        return there[0].place, dtype
 
     def _share(self):
         """Put what only launches see into one allocation: to allocate costs the host as much as to launch."""
@@ -111,9 +128,20 @@ class Plan:
         for place in range(len(self.inputs), len(self.buffers)):
             buffer = self.buffers[place]
             if type(buffer) is tuple and place not in seen:
-                self.shared.append((place, self.room))
                 self.buffers[place] = None
-                self.room += -(-prod(buffer[0]) * buffer[1].itemsize // 256) * 256
+                self._reserve(place, prod(buffer[0]) * buffer[1].itemsize)
+        for i, step in enumerate(self.steps):
+            if isinstance(step, Launch) and (size := scratch_bytes(step, self.device)):
+                self.buffers.append(None)
+                self.steps[i] = step._replace(scratch=len(self.buffers) - 1)
+                self._reserve(len(self.buffers) - 1, size)
+        if self.room:
+            self.block = self.empty((self.room,), torch.uint8).place
+
+    def _reserve(self, place, size):
+        """Room for `size` bytes in the one allocation."""
+        self.shared.append((place, self.room))
+        self.room += -(-size // 256) * 256
 
     def run(self, *given: Tensor | None) -> list[Any]:
         """The tensors by place, after all steps; those that only launches see are None.
@@ -123,12 +151,11 @@ class Plan:
         if self.program is None:
             self.finish()
         device = self.device
-        tensors: list[Any] = [*given]
         # Buffers of one run are new every time, since results outlive it; constants stay.
-        for buffer in self.buffers[len(self.inputs) :]:
-            if type(buffer) is tuple:
-                buffer = torch.empty(buffer[0], dtype=buffer[1], device=device)
-            tensors.append(buffer)
+        tensors: list[Any] = [*given, *self.rest]
+        for place, source, dtype, shape in self.fresh:
+            like = tensors[source]
+            tensors[place] = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
         if device.type != "cuda":
             self._go(tensors, tensors, 0)
         elif is_current(device):
@@ -141,9 +168,9 @@ class Plan:
     def _launch(self, tensors):
         """All steps on a GPU, which is the current one."""
         where = [None if x is None else x.data_ptr() for x in tensors]
-        if self.room:
-            scratch = torch.empty(self.room, dtype=torch.uint8, device=self.device)
-            first = scratch.data_ptr()
+        where.append(None)  # launches take what is absent from the end
+        if self.shared:
+            first = where[self.block]
             for place, offset in self.shared:
                 where[place] = first + offset
         self._go(tensors, where, current_stream(self.device))
