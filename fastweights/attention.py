@@ -117,14 +117,18 @@ def check_input(config, x, state, mask):
     if len(x.shape) != 3 or x.shape[-1] != config.dim:
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {config.dim}): dim is {config.dim}")
     if state is not None and len(state) != 3:
-        raise FastWeightError(f"state is a {type(state).__name__} of {len(state)}; expected the AttentionState that "
-                              "an earlier call returned")  # fmt: skip
+        raise FastWeightError(
+            f"state is a {type(state).__name__} of {len(state)}; expected the AttentionState that "
+            "an earlier call returned"
+        )
     if mask is None:
         return
     fits = len(mask.shape) == 2 and all(n == m or None in (n, m) for n, m in zip(mask.shape, x.shape, strict=False))
     if not fits or dtype_name(mask) != "bool":
-        raise FastWeightError(f"mask is {dtype_name(mask)} {tuple(mask.shape)}; expected bool {tuple(x.shape[:2])}: "
-                              "True for a real token, False for padding")  # fmt: skip
+        raise FastWeightError(
+            f"mask is {dtype_name(mask)} {tuple(mask.shape)}; expected bool {tuple(x.shape[:2])}: "
+            "True for a real token, False for padding"
+        )
 
 
 def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):

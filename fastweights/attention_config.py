@@ -126,8 +126,10 @@ class AttentionConfig:
                 "given: a head is dim / heads wide"
             )
         if self.key_heads and self.heads % self.key_heads:
-            raise FastWeightError(f"key_heads is {self.key_heads}; expected a divisor of heads={self.heads}: "
-                                  "each key head serves as many memories as the others")  # fmt: skip
+            raise FastWeightError(
+                f"key_heads is {self.key_heads}; expected a divisor of heads={self.heads}: "
+                "each key head serves as many memories as the others"
+            )
         if self.rule not in RULES:
             raise FastWeightError(f"rule is {self.rule!r}; expected one of {', '.join(map(repr, RULES))}")
         if self.norm not in NORMS:
@@ -137,8 +139,9 @@ class AttentionConfig:
                 raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {', '.join(map(repr, allowed))}")
         self._check_general()
         if not 0 < self.beta_max <= 2:
-            raise FastWeightError(f"beta_max is {self.beta_max}; expected above 0 and at most 2: past it the delta "
-                                  "rule's memory grows")  # fmt: skip
+            raise FastWeightError(
+                f"beta_max is {self.beta_max}; expected above 0 and at most 2: past it the delta rule's memory grows"
+            )
         if self.conv < 0 or self.conv == 1:
             raise FastWeightError(f"conv is {self.conv}; expected 0 for none, or a width of at least 2 tokens")
         # Properties are computed now: their own checks belong to making a config.
@@ -205,9 +208,9 @@ class AttentionConfig:
             )
         if self.attention_norm and self.phi.kind in ("identity", "silu"):
             warn_once(
-                f'norm={self.norm!r} with features={self.features!r}: features of both signs let the normaliser z . q '
+                f"norm={self.norm!r} with features={self.features!r}: features of both signs let the normaliser z . q "
                 'pass through zero, where the output is unbounded; use "relu", "elu+1", "dpfp-NU" or "favor-M".'
-            )  # fmt: skip
+            )
 
     @cached_property
     def phi(self):

@@ -322,8 +322,10 @@ def check_parameters(arrays, shapes):
         )
     for name, shape in shapes.items():
         if tuple(arrays[name].shape) != tuple(shape):
-            raise FastWeightError(f"parameter {name} has shape {tuple(arrays[name].shape)}; expected {tuple(shape)}: "
-                                  "the layer that it came from has other arguments than this one")  # fmt: skip
+            raise FastWeightError(
+                f"parameter {name} has shape {tuple(arrays[name].shape)}; expected {tuple(shape)}: "
+                "the layer that it came from has other arguments than this one"
+            )
 
 
 _warned: set[str] = set()

@@ -63,8 +63,10 @@ class FeatureMap(NamedTuple):
     def width(self, d):
         """Width of phi(x) for x of width d: the number of rows that the memory will have."""
         if self.kind == "dpfp" and self.size > 2 * d - 1:
-            raise FastWeightError(f"features is {self.name!r} for width {d}; expected NU of at most 2 * {d} - 1: "
-                                  "rolling further repeats a product")  # fmt: skip
+            raise FastWeightError(
+                f"features is {self.name!r} for width {d}; expected NU of at most 2 * {d} - 1: "
+                "rolling further repeats a product"
+            )
         if self.function is not None:
             said = getattr(self.function, "width", d)
             return int(said(d) if callable(said) else said)
@@ -80,11 +82,15 @@ class FeatureMap(NamedTuple):
             projection: (M, d) directions, for FAVOR+ alone.
         """
         if norm not in NORMS:
-            raise FastWeightError(f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}: a norm of "
-                                  "features ('attention' and 'nlms' are norms of the layer)")  # fmt: skip
+            raise FastWeightError(
+                f"norm is {norm!r}; expected one of {', '.join(map(repr, NORMS))}: a norm of "
+                "features ('attention' and 'nlms' are norms of the layer)"
+            )
         if (projection is not None) != self.random:
-            raise FastWeightError(f"projection is {'missing' if self.random else 'given'} for features {self.name!r}; "
-                                  "expected a (M, d) projection for favor-M and none otherwise")  # fmt: skip
+            raise FastWeightError(
+                f"projection is {'missing' if self.random else 'given'} for features {self.name!r}; "
+                "expected a (M, d) projection for favor-M and none otherwise"
+            )
         if self.function is not None:
             return normalise(self._own(x), norm, xp, nn)
         if self.kind == "favor":
@@ -96,9 +102,11 @@ class FeatureMap(NamedTuple):
         """The user's function of x, whose width is what it says."""
         phi, width = self.function(x), self.width(x.shape[-1])
         if len(phi.shape) != len(x.shape) or phi.shape[-1] != width:
-            raise FastWeightError(f"features {self.name!r} made {tuple(phi.shape)} of {tuple(x.shape)}; expected a "
-                                  f"last axis of {width}: give the function an attribute `width`, a number or a "
-                                  "function of the width it is given")  # fmt: skip
+            raise FastWeightError(
+                f"features {self.name!r} made {tuple(phi.shape)} of {tuple(x.shape)}; expected a "
+                f"last axis of {width}: give the function an attribute `width`, a number or a "
+                "function of the width it is given"
+            )
         return phi
 
 

@@ -12,137 +12,9 @@ always 1. Shapes: B batch, T tokens, D width of the body, F hidden width, size, 
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastweights.core import RULES, FastWeightError
-
-NORMALIZERS = ("batch", "sequence")
-WITHIN = ("held", "cumulative")
-STEPS = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
-
-
-@dataclass(frozen=True)
-class FWLConfig:
-    """Everything a Fast Weight Layer is, but its weights."""
-
-    size: int
-    vocab_size: int
-    attn_chunks: int | None = None
-    hidden: int | None = None
-    normalizer: str | float = "batch"
-    step_size: float = 0.01
-    fast_bias: bool = True
-    shared_norm_step: bool = False
-    rule: str = "sum"
-    decay: float | None = None
-    clip: float | None = None
-    first_order: bool = False
-    eps: float = 1e-6
-    refresh: int | None = None
-    within: str = "held"
-    log_steps: bool = False
-
-    def __post_init__(self):
-        for name in ("size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.attn_chunks is not None and self.attn_chunks < 1:
-            raise FastWeightError(f"attn_chunks is {self.attn_chunks}; expected 1 or more chunks, or None to choose")
-        if isinstance(self.normalizer, str) and self.normalizer not in NORMALIZERS:
-            raise FastWeightError(
-                f"normalizer is {self.normalizer!r}; expected 'batch', 'sequence' or a number of tokens"
-            )
-        if not isinstance(self.normalizer, str) and not self.normalizer > 0:
-            raise FastWeightError(f"normalizer is {self.normalizer}; expected a positive number of tokens")
-        if self.rule not in RULES:
-            raise FastWeightError(f"rule is {self.rule!r}; expected one of {', '.join(map(repr, RULES))}")
-        if self.decay is not None and not 0 < self.decay <= 1:
-            raise FastWeightError(f"decay is {self.decay}; expected a number in (0, 1]: the share kept per token")
-        if self.clip is not None and not self.clip > 0:
-            raise FastWeightError(f"clip is {self.clip}; expected a positive length of a token's gradient")
-        if self.within not in WITHIN:
-            raise FastWeightError(f"within is {self.within!r}; expected one of {', '.join(map(repr, WITHIN))}")
-        if self.log_steps and not self.step_size > 0:
-            raise FastWeightError(f"step_size is {self.step_size}; expected above 0 for log_steps: it has a logarithm")
-        if self.refresh is not None and (isinstance(self.refresh, float) or self.refresh < 1):
-            raise FastWeightError(f"refresh is {self.refresh}; expected a whole number of tokens, at least 1, or None "
-                                  "for the published layer")  # fmt: skip
-        if self.refresh is not None and self.rule != "sum":
-            raise FastWeightError(f"rule is {self.rule!r} with refresh={self.refresh}; expected 'sum': gradients at "
-                                  "the current weights already correct what was learned")  # fmt: skip
-
-    @property
-    def hidden_width(self):
-        return self.hidden or 4 * self.size
-
-    @property
-    def words(self):
-        """The block in a few words, for its repr."""
-        kind = f"rule={self.rule!r}" if self.refresh is None else f"refresh={self.refresh}, within={self.within!r}"
-        return f"{self.size}, {self.vocab_size}, attn_chunks={self.attn_chunks}, normalizer={self.normalizer!r}, {kind}"
-
-    @property
-    def initial_step(self):
-        return math.log(self.step_size) if self.log_steps else self.step_size
-
-    def shapes(self, inputs):
-        """Shapes of all parameters, by the name they have in every framework; matrices are (in, out)."""
-        F, size, V = self.hidden_width, self.size, self.vocab_size
-        return dict(
-            dense1=(inputs, F), bias1=(F,), dense2=(F, size), bias2=(size,), scale=(size,), shift=(size,),
-            unembed=(size, V), unembed_bias=(V,), steps=(len(STEPS),),
-        )  # fmt: skip
-
-    def initial(self, inputs, rng):
-        """Initial parameters as NumPy float64: matrices of variance 1 / in, steps at `step_size`."""
-        import numpy as np
-
-        def fill(name, shape):
-            if len(shape) == 2:
-                return rng.standard_normal(shape) / np.sqrt(shape[0])
-            return np.full(shape, dict(scale=1.0, steps=self.initial_step).get(name, 0.0))
-
-        return {name: fill(name, shape) for name, shape in self.shapes(inputs).items()}
-
-    def chunk_size(self, T, K, V):
-        """Tokens per chunk: T / attn_chunks when given, else where work inside and across chunks is equal."""
-        if self.attn_chunks is not None:
-            return max(1, -(-T // self.attn_chunks))
-        return max(64, min(1024, 1 << round(K * V / (K + V)).bit_length() - 1))
-
-
-class FWLState(NamedTuple):
-    """What a Fast Weight Layer has learned from the tokens so far; pass it on, save it, fork it.
-
-    dense1 (B, 1, D + 1, F), dense2 (B, 1, F + 1, size), norm (B, 1, 1, 2 size): the summed steps;
-    pending (B, D): the last input, whose label is not known yet;  waiting (B,): 1 where there is one.
-
-        >>> state = FWLState("step of layer 1", "step of layer 2", "step of the norm", "last input", 1)
-        >>> state.waiting  # one token waits for its label; the first three fields are what was learned
-        1
-    """
-
-    dense1: Any
-    dense2: Any
-    norm: Any
-    pending: Any
-    waiting: Any
-
-
-class FWLOutput(NamedTuple):
-    """What `FWLBlock.run` returns, for B sequences of T tokens and a vocabulary of V.
-
-    logits (B, T, V): of the fast pass, which has learned from the tokens before; None if not asked for.
-    loss (B, T): of the fast pass, in nats, unweighted: what a model that learns while it reads pays.
-    slow_loss (B, T): of the slow pass, the trained weights alone. Their difference is what learning gained.
-    state: what has been learned; pass it to the next call to go on with the same document.
-    """
-
-    logits: Any
-    loss: Any
-    slow_loss: Any
-    state: Any
+from fastweights.fwl_config import STEPS, FWLOutput, FWLState
 
 
 class Slow(NamedTuple):
@@ -218,8 +90,9 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
     pending, waiting, waits = unlearned(ops, x, weights, cu_seqlens)
 
     def memory(i, q):
-        answer, after[i] = remember(config, ops, q, *written[i], before[i], writes=weights > 0, ages=1 - waits,
-                                    cu_seqlens=cu_seqlens)  # fmt: skip
+        answer, after[i] = remember(
+            config, ops, q, *written[i], before[i], writes=weights > 0, ages=1 - waits, cu_seqlens=cu_seqlens
+        )
         return answer
 
     n = read(config, ops, p, x, slow, memory)
@@ -271,8 +144,18 @@ def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seq
         log_decay = ops.wide(ops.cast(ages, q))[..., None] * math.log(config.decay)
     size = config.chunk_size(q.shape[1] or 1, k.shape[-1], v.shape[-1])
     q, k, v = (ops.cast(x, q)[:, :, None, :] for x in (q, k, v))
-    o, state = ops.layer_memory(q, k, v, beta=beta, log_decay=log_decay, rule=rule, read=read, state=state,
-                                cu_seqlens=cu_seqlens, chunk_size=size)  # fmt: skip
+    o, state = ops.layer_memory(
+        q,
+        k,
+        v,
+        beta=beta,
+        log_decay=log_decay,
+        rule=rule,
+        read=read,
+        state=state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=size,
+    )
     return o[:, :, 0], state
 
 
@@ -341,56 +224,3 @@ def _with_one(ops, x, one):
 
 def _at_least(xp, x, least):
     return xp.where(x > least, x, least)
-
-
-def check_shapes(config, x, labels, weights, inputs=None):
-    """Raise unless x, labels and weights fit; shapes alone."""
-    if len(x.shape) != 3 or (inputs is not None and x.shape[-1] != inputs):
-        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs or 'D'}): the body's output")
-    B, T = x.shape[:2]
-    V = config.vocab_size
-    if len(labels.shape) == 3 and labels.shape[-1] != V:
-        raise FastWeightError(f"labels has shape {tuple(labels.shape)}; expected (B, T, {V}) for one-hot labels: "
-                              f"vocab_size is {V}")  # fmt: skip
-    for name, y, axes in (("labels", labels, labels.shape[:2]), ("weights", weights, weights.shape)):
-        if len(axes) != 2 or any(a != b and None not in (a, b) for a, b in zip(axes, (B, T), strict=True)):
-            raise FastWeightError(f"{name} has shape {tuple(y.shape)}; expected ({B}, {T}): one per token of x")
-
-
-def check_state(config, state, sequences, inputs):
-    """Raise unless the state is one of this block's, of as many sequences; shapes alone."""
-    if hasattr(state, "shares"):
-        raise FastWeightError(f"state is that of a stream with refresh={state.pending.shape[1]}; expected one of "
-                              "refresh=None: a stream goes on as it began")  # fmt: skip
-    check_shape_of_state(config, state, sequences, inputs)
-
-
-def check_shape_of_state(config, state, sequences, inputs):
-    """Raise unless what a state has learned has the shape of this block's weights; refresh or not."""
-    got, expected = tuple(state[0].shape), (sequences, 1, inputs + 1, config.hidden_width)
-    if got[1:] != expected[1:] or (got[0] != expected[0] and None not in (got[0], expected[0])):
-        why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"
-        raise FastWeightError(f"state.dense1 has shape {got}; expected {expected}: {why}")
-
-
-def check_previous(config, previous_label, state):
-    """Raise unless a waiting token can be learned: there is a state, and the size of its step is known."""
-    if state is None:
-        raise FastWeightError("previous_label is given without a state; expected both: it is the label of the token "
-                              "that waits in the state")  # fmt: skip
-    if isinstance(config.normalizer, str):
-        raise FastWeightError(f"normalizer is {config.normalizer!r}; expected a number of tokens for previous_label: "
-                              "the waiting token belongs to another batch")  # fmt: skip
-    if tuple(previous_label.shape) != tuple(state.waiting.shape):
-        raise FastWeightError(f"previous_label has shape {tuple(previous_label.shape)}; expected "
-                              f"{tuple(state.waiting.shape)}: one per sequence")  # fmt: skip
-
-
-def check_values(config, smallest, largest, worst):
-    """Raise unless labels lie in the vocabulary and weights are finite and not negative, given their extremes."""
-    if smallest < 0 or largest >= config.vocab_size:
-        got = smallest if smallest < 0 else largest
-        raise FastWeightError(f"labels has {got}; expected 0 to {config.vocab_size - 1}: vocab_size is "
-                              f"{config.vocab_size} (give padding any label and weight 0)")  # fmt: skip
-    if not 0 <= worst < float("inf"):
-        raise FastWeightError(f"weights has {worst}; expected finite numbers of at least 0: 0 leaves a token out")

@@ -19,7 +19,7 @@ the chunk that is being read wait in the state, so a stream that is cut anywhere
 
 from typing import Any, NamedTuple
 
-from fastweights import fwl
+from fastweights import fwl, fwl_checks
 from fastweights.core import FastWeightError
 
 
@@ -57,8 +57,13 @@ def initial(config, inputs, batch, zeros):
     """The state before the first token.  zeros(shape, kind): an array, kind is "wide", "input" or "whole"."""
     C, F, size = config.refresh, config.hidden_width, config.size
     learned = (1, inputs + 1, F), (1, F + 1, size), (1, 1, 2 * size)
-    return RefreshState(*(zeros((batch, *shape), "wide") for shape in learned), zeros((batch, C, inputs), "input"),
-                        zeros((batch, C), "whole"), zeros((batch, C), "wide"), zeros((batch,), "whole"))  # fmt: skip
+    return RefreshState(
+        *(zeros((batch, *shape), "wide") for shape in learned),
+        zeros((batch, C, inputs), "input"),
+        zeros((batch, C), "whole"),
+        zeros((batch, C), "wide"),
+        zeros((batch,), "whole"),
+    )
 
 
 def fast_weights(config, ops, p, learned, x):
@@ -208,10 +213,14 @@ def labelled(config, ops, state, label, weight):
 def check_state(config, state, sequences, inputs):
     """Raise unless the state is one of a block that is refreshed as this one, of as many sequences; shapes alone."""
     if not hasattr(state, "shares"):
-        raise FastWeightError(f"state is that of a stream with refresh=None; expected one of refresh={config.refresh}: "
-                              "a stream goes on as it began")  # fmt: skip
+        raise FastWeightError(
+            f"state is that of a stream with refresh=None; expected one of refresh={config.refresh}: "
+            "a stream goes on as it began"
+        )
     C = state.pending.shape[1]
     if config.refresh != C:
-        raise FastWeightError(f"state is that of a stream with refresh={C}; expected refresh={config.refresh}: the "
-                              "tokens of its unfinished chunk would be learned at another time")  # fmt: skip
-    fwl.check_shape_of_state(config, state, sequences, inputs)
+        raise FastWeightError(
+            f"state is that of a stream with refresh={C}; expected refresh={config.refresh}: the "
+            "tokens of its unfinished chunk would be learned at another time"
+        )
+    fwl_checks.check_shape_of_state(config, state, sequences, inputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastweights.fwl import STEPS, FWLState
+from fastweights.fwl_config import STEPS, FWLState
 
 ROOT = Path(__file__).parent.parent
 B, T, D, SIZE, V = 2, 9, 3, 4, 5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights.fwl import STEPS
+from fastweights.fwl_config import STEPS
 from fastweights.torch import FWLBlock, make_labels
 
 B, T, D, SIZE, V = 2, 9, 3, 4, 5

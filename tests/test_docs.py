@@ -15,9 +15,9 @@ README = (ROOT / "README.md").read_text()
 
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
-    {"__init__"}, {"core"}, {"checks"}, {"files", "framework", "literals", "features", "sequential", "fwl"},
-    {"attention_config", "refresh"},
-    {"attention"}, {"torch", "jax", "keras"}, {"text"}, {"models"}, {"lm", "hf"}, {"lab", "inspect"}, {"bench"},
+    {"__init__"}, {"core"}, {"checks"}, {"files", "framework", "literals", "features", "sequential"},
+    {"fwl_checks", "fwl_config"}, {"fwl", "attention_config"},
+    {"attention", "refresh"}, {"torch", "jax", "keras"}, {"text"}, {"models"}, {"lm", "hf"}, {"lab", "inspect"}, {"bench"},
     {"cli"}, {"__main__"},
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from oracle import assert_close
 from torch import nn
 
 from fastweights import FastWeightError
-from fastweights.fwl import FWLState
+from fastweights.fwl_config import FWLState
 from fastweights.torch import FWLBlock, fast_weight, make_labels
 from fastweights.torch.framework import _padded
 

@@ -6,7 +6,7 @@ from fwl_backends import SIZE, B, D, T, Torch, V, any_framework, flax_alone, pro
 from oracle import assert_close
 
 from fastweights import FastWeightError
-from fastweights.fwl import STEPS
+from fastweights.fwl_config import STEPS
 
 
 def test_flax_brute_force(flax, rng):

@@ -14,7 +14,7 @@ from fwl_backends import NAMES, ROOT, SIZE, B, T, Torch, V, any_framework, flat,
 from oracle import assert_close
 
 from fastweights import FastWeightError, fwl
-from fastweights.fwl import FWLState
+from fastweights.fwl_config import FWLState
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "keras"])

@@ -7,7 +7,7 @@ from oracle import assert_close
 from safetensors.torch import load_file, save_file
 
 from fastweights import FastWeightError
-from fastweights.fwl import FWLState
+from fastweights.fwl_config import FWLState
 from fastweights.torch import make_labels
 
 STREAMING = [dict(), dict(decay=0.9), dict(rule="delta"), dict(decay=0.8, clip=0.1, rule="delta")]

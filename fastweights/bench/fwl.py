@@ -242,8 +242,16 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
     for r in results:
         slow, fast, again = (milliseconds(t) for t in r.timings.values())
         noisy = "~" if any(t.noisy for t in r.timings.values()) else ""
-        row = [",".join(map(str, r.shape)), r.precision, slow, fast, f"{noisy}{r.ratio:.2f}", again,
-               f"{noisy}{r.times_slow('refreshed'):.2f}", f"{r.error:.0e}"]  # fmt: skip
+        row = [
+            ",".join(map(str, r.shape)),
+            r.precision,
+            slow,
+            fast,
+            f"{noisy}{r.ratio:.2f}",
+            again,
+            f"{noisy}{r.times_slow('refreshed'):.2f}",
+            f"{r.error:.0e}",
+        ]
         # The most memory that a call takes beyond what was there, the second time it is called.
         if device == "cuda":
             published = "{} ms, {} GiB".format(*PUBLISHED[r.shape]) if r.shape in PUBLISHED else ""

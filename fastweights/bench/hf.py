@@ -60,15 +60,26 @@ class Family(NamedTuple):
 
 def _heads(size: Size) -> dict[str, Any]:
     """Fields for the linear layers of the families that name them as Qwen3-Next does."""
-    return dict(linear_key_head_dim=size.width, linear_value_head_dim=size.width, linear_num_key_heads=size.heads,
-                linear_num_value_heads=size.heads)  # fmt: skip
+    return dict(
+        linear_key_head_dim=size.width,
+        linear_value_head_dim=size.width,
+        linear_num_key_heads=size.heads,
+        linear_num_value_heads=size.heads,
+    )
 
 
 def _kimi(size: Size) -> dict[str, Any]:
     """Fields for Kimi Linear: its decay is per channel, and its full attention is compressed to half the width."""
     half = size.width // 2
-    return dict(linear_head_dim=size.width, linear_num_heads=size.heads, kv_lora_rank=half, qk_rope_head_dim=half,
-                qk_nope_head_dim=half, v_head_dim=size.width, mlp_layer_types=["dense"] * len(size.layers))  # fmt: skip
+    return dict(
+        linear_head_dim=size.width,
+        linear_num_heads=size.heads,
+        kv_lora_rank=half,
+        qk_rope_head_dim=half,
+        qk_nope_head_dim=half,
+        v_head_dim=size.width,
+        mlp_layer_types=["dense"] * len(size.layers),
+    )
 
 
 FAMILIES = {
@@ -139,10 +150,18 @@ def build(family: str, size: Size, device: str, dtype: torch.dtype) -> Any:
         raise FastWeightError(f"transformers has no {family} here; pip install --upgrade transformers") from None
     logging.set_verbosity_error()
     config = config_class(
-        vocab_size=256, hidden_size=size.hidden, intermediate_size=2 * size.hidden, num_hidden_layers=len(size.layers),
-        num_attention_heads=size.heads, num_key_value_heads=size.heads, layer_types=list(size.layers), pad_token_id=0,
-        bos_token_id=1, eos_token_id=None, **found.fields(size),
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=size.hidden,
+        intermediate_size=2 * size.hidden,
+        num_hidden_layers=len(size.layers),
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        layer_types=list(size.layers),
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        **found.fields(size),
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -154,8 +173,9 @@ def build(family: str, size: Size, device: str, dtype: torch.dtype) -> Any:
     return model.to(device=device, dtype=dtype)
 
 
-def run(families: Sequence[str], sizes: dict[str, Size], device: str, dtype: torch.dtype, repeats: int,
-        advance: Advance) -> tuple[list[Result], dict[str, str]]:  # fmt: skip
+def run(
+    families: Sequence[str], sizes: dict[str, Size], device: str, dtype: torch.dtype, repeats: int, advance: Advance
+) -> tuple[list[Result], dict[str, str]]:
     """(results, why a family was left out).
 
     Args:
@@ -181,8 +201,9 @@ def run(families: Sequence[str], sizes: dict[str, Size], device: str, dtype: tor
     return results, left_out
 
 
-def _parts(family: str, name: str, size: Size, model: Any, device: str, dtype: torch.dtype,
-           repeats: int) -> Iterator[Result]:  # fmt: skip
+def _parts(
+    family: str, name: str, size: Size, model: Any, device: str, dtype: torch.dtype, repeats: int
+) -> Iterator[Result]:
     """The delta rule, the layer and the model of one family and size.
 
     Both sides have the same weights: ours is a copy of the model, whose layers `accelerate` then changes. The rule is
@@ -199,8 +220,10 @@ def _parts(family: str, name: str, size: Size, model: Any, device: str, dtype: t
     rule = getattr(module, next(n for n in RULES if n in code.co_names and "chunk" in n))
     g = -torch.rand((1, T, H, K) if "kimi" in rule.__name__ else (1, T, H), device=device)
     leaves = [draw(1, T, H, K), draw(1, T, H, K), draw(1, T, H, K), g, draw(1, T, H).sigmoid()]
-    own, mine, wide = ([x.clone().to(kind).requires_grad_() for x, kind in zip(leaves, kinds, strict=True)]
-                       for kinds in ([x.dtype for x in leaves],) * 2 + ([torch.float32] * 5,))  # fmt: skip
+    own, mine, wide = (
+        [x.clone().to(kind).requires_grad_() for x, kind in zip(leaves, kinds, strict=True)]
+        for kinds in ([x.dtype for x in leaves],) * 2 + ([torch.float32] * 5,)
+    )
     sides = _of_rule(rule, own), _of_rule(gated_delta_rule, mine), _of_rule(rule, wide)
     yield Result(family, name, "rule", *_timed(sides, device, dtype, repeats, f"{family}, rule"), None)
 
@@ -306,8 +329,14 @@ def _in_turns(calls: tuple[Call, Call], device: str, repeats: int) -> Times:
     return Times(middle(a for a, _ in read), middle(b for _, b in read), middle(a / b for a, b in read))
 
 
-def show(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, Size], device: str, dtype: torch.dtype,
-         console: Console) -> None:  # fmt: skip
+def show(
+    results: Sequence[Result],
+    left_out: dict[str, str],
+    sizes: dict[str, Size],
+    device: str,
+    dtype: torch.dtype,
+    console: Console,
+) -> None:
     """Tables of what `run` returned: milliseconds or tokens per second, transformers' own, ours, and how many times.
 
     Args:
@@ -317,8 +346,10 @@ def show(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, S
     """
     kind = str(dtype).removeprefix("torch.")
     for name, size in sizes.items():
-        table = new_table(f"{name}: width {size.hidden}, {size.heads} heads of {size.width}, {size.tokens} tokens; "
-                          f"{kind} on {device}; transformers / ours")  # fmt: skip
+        table = new_table(
+            f"{name}: width {size.hidden}, {size.heads} heads of {size.width}, {size.tokens} tokens; "
+            f"{kind} on {device}; transformers / ours"
+        )
         for heading in ("family", "part", "forward, ms", "", "forward+backward, ms", "", "decode, tokens/s", ""):
             table.add_column(heading, justify="left" if heading in ("family", "part") else "right")
         for r in results:
@@ -340,5 +371,10 @@ def payload(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str
         Milliseconds of both sides and their ratio, by family, size and part.
     """
     timed = [r._asdict() | {n: t and t._asdict() for n, t in zip(r._fields[3:], r[3:], strict=True)} for r in results]
-    return {"dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "left_out": left_out,
-            "sizes": {n: s._asdict() for n, s in sizes.items()}, "milliseconds": timed}  # fmt: skip
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "left_out": left_out,
+        "sizes": {n: s._asdict() for n, s in sizes.items()},
+        "milliseconds": timed,
+    }

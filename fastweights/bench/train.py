@@ -262,10 +262,18 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
         table.add_column(heading, justify="right")
     for r in results:
         table.add_row(
-            r.size, r.model, r.head, r.how, f"{r.parameters / 1e6:.1f} M", f"{r.tokens_per_second:,.0f}",
-            f"{100 * r.share_of_peak:.1f}", f"{r.ms_per_step:.1f}", f"{r.host_ms:.1f}",
-            f"{r.peak_bytes / 2**30:.1f}", f"{r.ready:.1f}",
-        )  # fmt: skip
+            r.size,
+            r.model,
+            r.head,
+            r.how,
+            f"{r.parameters / 1e6:.1f} M",
+            f"{r.tokens_per_second:,.0f}",
+            f"{100 * r.share_of_peak:.1f}",
+            f"{r.ms_per_step:.1f}",
+            f"{r.host_ms:.1f}",
+            f"{r.peak_bytes / 2**30:.1f}",
+            f"{r.ready:.1f}",
+        )
     console.print(table)
     profiled = [r for r in results if r.parts]
     for size in dict.fromkeys(r.size for r in profiled):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastweights import fwl
+from fastweights import fwl, fwl_config
 from fastweights.core import FastWeightError
-from fastweights.fwl import FWLState, Slow
+from fastweights.fwl import Slow
+from fastweights.fwl_config import FWLState
 from fastweights.refresh import fast_weights, labelled
 from fastweights.torch import cross_entropy, refresh
 from fastweights.torch.dtypes import accumulation_dtype
@@ -55,11 +56,11 @@ class HeadConfig:
         self.layer  # noqa: B018 - its checks
 
     @property
-    def layer(self) -> fwl.FWLConfig:
+    def layer(self) -> fwl_config.FWLConfig:
         """The same as the configuration of a Fast Weight Layer; its vocabulary of 1 is a placeholder for the
         caller's own.
         """
-        return fwl.FWLConfig(
+        return fwl_config.FWLConfig(
             self.width,
             1,
             hidden=self.size,

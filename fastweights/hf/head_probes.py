@@ -35,9 +35,19 @@ PIECE = 64  # tokens whose logits are held at once
 
 @torch.no_grad()
 def fast_head(
-    record: LayerRecord, head: FastHead, notes: Notes, out: tuple[Tensor, Any], x: Tensor, tokens: Tensor,
-    unembed: Tensor, bias: Tensor | None = None, *, mask: Tensor | None = None, state: Any = None, learn: bool = True,
-) -> Learning:  # fmt: skip
+    record: LayerRecord,
+    head: FastHead,
+    notes: Notes,
+    out: tuple[Tensor, Any],
+    x: Tensor,
+    tokens: Tensor,
+    unembed: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    state: Any = None,
+    learn: bool = True,
+) -> Learning:
     """Measure one call of a `FastHead`.
 
     Args:
@@ -88,9 +98,18 @@ def _refreshed(head, notes, u, tokens, unembed, bias, mask, state):
 
 @torch.no_grad()
 def residual_head(
-    record: LayerRecord, head: ResidualHead, notes: Notes, out: tuple[Answers, HeadState], x: Tensor, tokens: Tensor,
-    embedding: Any, *, mask: Tensor | None = None, state: HeadState | None = None, keep: int = 0,
-) -> Learning:  # fmt: skip
+    record: LayerRecord,
+    head: ResidualHead,
+    notes: Notes,
+    out: tuple[Answers, HeadState],
+    x: Tensor,
+    tokens: Tensor,
+    embedding: Any,
+    *,
+    mask: Tensor | None = None,
+    state: HeadState | None = None,
+    keep: int = 0,
+) -> Learning:
     """Measure one call of a `ResidualHead`.
 
     Args:
@@ -114,8 +133,10 @@ def residual_head(
         )
     loss = torch.where(first, missing, answers.losses)
     loss = loss if mask is None else torch.where(mask, loss, float("nan"))
-    record.last = after, (_newest(answers.logits, None if mask is None else mask[:, -answers.logits.shape[1] :]),
-                          _newest(slow, mask))  # fmt: skip
+    record.last = (
+        after,
+        (_newest(answers.logits, None if mask is None else mask[:, -answers.logits.shape[1] :]), _newest(slow, mask)),
+    )
     waiting = 0 if state is None else same_waiting(state.waiting)
     step, at = chunk_steps(notes.steps, x, head.settings.refresh, waiting)
     return Learning(loss, slow_loss, step, at, norm_of(after[:2]))

@@ -155,8 +155,10 @@ class FastWeightModel(FastWeightPreTrainedModel):
         if given is None:
             return FastWeightCache() if use else None
         if not isinstance(given, FastWeightCache):
-            raise FastWeightError(f"past_key_values is a {type(given).__name__}; expected a FastWeightCache, or None "
-                                  "to have one made: the state is no list of keys and values")  # fmt: skip
+            raise FastWeightError(
+                f"past_key_values is a {type(given).__name__}; expected a FastWeightCache, or None "
+                "to have one made: the state is no list of keys and values"
+            )
         if given.state is not None and given.batch_size != batch:
             raise FastWeightError(f"past_key_values has {given.batch_size} rows; expected {batch}, as input_ids has")
         return given
@@ -223,9 +225,17 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         given = past_key_values if isinstance(past_key_values, FastWeightCache) else FastWeightCache()
         before, again = None if given.state is None else given.state.fast, given.again
         out: Any = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
-            output_attentions, True, **packing,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+            True,
+            **packing,
+        )
         x, cache = out.last_hidden_state, out.past_key_values
         # The Fast Weight Layer learns from the tokens as they are read; packed texts each by themselves.
         if self.fast is not None:
@@ -244,8 +254,13 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         logits = self.lm_head(x[:, kept])
         loss = None
         if labels is not None or shift_labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size,
-                                      num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)  # fmt: skip
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
+            )
         whole = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=out.hidden_states)
         return whole if _dict_wanted(self.config, return_dict) else whole.to_tuple()
 
@@ -258,8 +273,13 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 return head(x, tokens, unembed, mask=mask, state=state, learn=self.config.adapt)
             rows = documents.apart(x), documents.apart(tokens)
             entered = head.init_state(len(x)) if state is None else state
-            y, after = head(*rows, unembed, mask=documents.real, state=map_tensors(documents.enter, entered),
-                            learn=self.config.adapt)  # fmt: skip
+            y, after = head(
+                *rows,
+                unembed,
+                mask=documents.real,
+                state=map_tensors(documents.enter, entered),
+                learn=self.config.adapt,
+            )
             return documents.together(y), map_tensors(documents.leave, after)
 
     def _tokens_of(self, x):
@@ -270,8 +290,10 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **how: Any) -> Any:
         """Not here: its pages hold keys and values."""
-        raise FastWeightError("continuous batching is asked for; expected `generate` with a batch: its pages hold keys "
-                              "and values, which a memory does not have")  # fmt: skip
+        raise FastWeightError(
+            "continuous batching is asked for; expected `generate` with a batch: its pages hold keys "
+            "and values, which a memory does not have"
+        )
 
     def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **how: Any) -> dict[str, Any]:
         """The state that a compiled forward returned is copied: with CUDA graphs, the next call overwrites it."""
@@ -286,8 +308,10 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         """`generate` starts with our cache, whose size is constant whatever it is asked to be."""
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic", "dynamic_full", "static"):
-            raise FastWeightError(f"cache_implementation is {wanted!r}; expected None: the state of this model has a "
-                                  "constant size and is a FastWeightCache")  # fmt: skip
+            raise FastWeightError(
+                f"cache_implementation is {wanted!r}; expected None: the state of this model has a "
+                "constant size and is a FastWeightCache"
+            )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FastWeightCache()
             drafted = GenerationMode.ASSISTED_GENERATION in args or wanted == "dynamic_full"  # of older assistants

@@ -110,8 +110,10 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
     """
     model = run_folder.load(run, device=device)
     if not any(isinstance(m, FastWeightAttention) for m in model.modules()):
-        raise FastWeightError(f"run {run} has blocks {', '.join(model.config.mixers)}; expected at least one with a "
-                              "fast-weight memory: there is nothing to inspect")  # fmt: skip
+        raise FastWeightError(
+            f"run {run} has blocks {', '.join(model.config.mixers)}; expected at least one with a "
+            "fast-weight memory: there is nothing to inspect"
+        )
     text = read_file(model, file)
     check_text(file, text.data)
     text = _cut(text, model.tokenizer.lengths()[text.tokens], limit)
@@ -133,8 +135,10 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
             watch(seen)
     # The same text once more, in windows that each start with an empty memory: what there is to gain.
     static = evaluation.score(model, [text], "static").losses[0]
-    modes = [Mode("static", "memory off", WINDOWS.format(model.config.length), static),
-             Mode("memory", "memory on", CARRIED, _joined(slow))]  # fmt: skip
+    modes = [
+        Mode("static", "memory off", WINDOWS.format(model.config.length), static),
+        Mode("memory", "memory on", CARRIED, _joined(slow)),
+    ]
     if model.fast is not None:
         modes.append(Mode(*LEARNING, _joined(fast)))
     points = _points(states, T)

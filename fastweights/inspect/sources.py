@@ -105,10 +105,12 @@ class Tracker:
             removed = takes.weights[0].unflatten(0, (len(some), n)).sum(1)  # one row per token
             start = takes.start[0].unflatten(0, (len(some), n)).sum(1)
             sums += _by_token(removed.abs().mean(1), n).sum(0).cpu()
-            parts.append((
-                _largest(reads.weights[0], reads.start[0], found, some, self.n[0]),
-                _largest(removed, start, found, some, self.n[1]),
-            ))  # fmt: skip
+            parts.append(
+                (
+                    _largest(reads.weights[0], reads.start[0], found, some, self.n[0]),
+                    _largest(removed, start, found, some, self.n[1]),
+                )
+            )
         # What was taken from tokens of earlier segments belongs to their own arrays, newest first.
         old = sums[: total - new].numpy()
         for i in range(len(taken) - 1, -1, -1):  # segments that are still in the window

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fastweights.attention import AttentionState
 from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
-from fastweights.fwl import FWLOutput, FWLState
+from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.jax.ops import fast_weight, feature_map
 from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState

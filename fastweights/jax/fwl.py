@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fastweights import fwl, refresh
+from fastweights import fwl, fwl_checks, fwl_config, refresh
 from fastweights.core import FastWeightError
-from fastweights.fwl import FWLOutput, FWLState
+from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.framework import OPS
 from fastweights.jax.ops import _values
@@ -89,14 +89,16 @@ class FWLBlock(nn.Module):
         if self.unembed is not None:
             got = self.unembed.num_embeddings, self.unembed.features
             if got != (self.vocab_size, self.size):
-                raise FastWeightError(f"unembed has shape {got}; expected ({self.vocab_size}, {self.size}): "
-                                      "(vocab_size, size), as nn.Embed(vocab_size, size)")  # fmt: skip
+                raise FastWeightError(
+                    f"unembed has shape {got}; expected ({self.vocab_size}, {self.size}): "
+                    "(vocab_size, size), as nn.Embed(vocab_size, size)"
+                )
         super().__post_init__()
 
     @property
-    def config(self) -> fwl.FWLConfig:
+    def config(self) -> fwl_config.FWLConfig:
         """What the block is, for every framework."""
-        return fwl.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl.FWLConfig)})
+        return fwl_config.FWLConfig(**{f.name: getattr(self, f.name) for f in fields(fwl_config.FWLConfig)})
 
     def __call__(self, x: Array, labels: Array, weights: Array) -> Array:
         """Fast logits (B, T, V), in parallel over tokens: what training and scoring a whole text need.
@@ -143,9 +145,17 @@ class FWLBlock(nn.Module):
         if self.refresh is not None:
             return self._refreshed(x, labels, weights, state, sequences, previous_label, cu_seqlens, logits)
         return fwl.forward(
-            self.config, OPS, self._weights(x), x, labels, weights, state, previous_label=previous_label,
-            cu_seqlens=cu_seqlens, logits=logits,
-        )  # fmt: skip
+            self.config,
+            OPS,
+            self._weights(x),
+            x,
+            labels,
+            weights,
+            state,
+            previous_label=previous_label,
+            cu_seqlens=cu_seqlens,
+            logits=logits,
+        )
 
     def loss(self, x: Array, labels: Array, weights: Array, *, cu_seqlens: Array | None = None) -> Array:
         """The training loss, the weighted mean over tokens, without ever holding the logits."""
@@ -169,14 +179,21 @@ class FWLBlock(nn.Module):
         if self.scope is not None and self.has_variable("params", "dense1"):
             inputs = self.get_variable("params", "dense1").shape[0]
         if inputs is None:
-            raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or "
-                                  'block.apply(variables, batch, method="init_state")')  # fmt: skip
+            raise FastWeightError(
+                "inputs is not known yet; expected FWLBlock(..., inputs=D) or "
+                'block.apply(variables, batch, method="init_state")'
+            )
         if c.refresh is not None:
             dtypes = dict(wide=accumulation_dtype(dtype), input=dtype, whole=jnp.int32)
             return refresh.initial(c, inputs, batch, lambda shape, kind: jnp.zeros(shape, dtypes[kind]))
         zeros = lambda *shape: jnp.zeros((batch, *shape), accumulation_dtype(dtype))  # noqa: E731
-        return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
-                        zeros(1, 1, 2 * c.size), zeros(inputs).astype(dtype), zeros())  # fmt: skip
+        return FWLState(
+            zeros(1, inputs + 1, c.hidden_width),
+            zeros(1, c.hidden_width + 1, c.size),
+            zeros(1, 1, 2 * c.size),
+            zeros(inputs).astype(dtype),
+            zeros(),
+        )
 
     def step(
         self, x: Array, previous_label: Array | None, state: Any, weight: Array | None = None
@@ -192,8 +209,10 @@ class FWLBlock(nn.Module):
             weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
         """
         if isinstance(self.normalizer, str):
-            raise FastWeightError(f"normalizer is {self.normalizer!r}; expected a number of tokens for step: "
-                                  "a stream does not know how many tokens will follow")  # fmt: skip
+            raise FastWeightError(
+                f"normalizer is {self.normalizer!r}; expected a number of tokens for step: "
+                "a stream does not know how many tokens will follow"
+            )
         x, state = jnp.asarray(x), (FWLState if self.refresh is None else RefreshState)(*state)
         self._check_state(state, len(x), x.shape[-1])
         if previous_label is None:
@@ -217,13 +236,24 @@ class FWLBlock(nn.Module):
         if previous_label is not None:
             state = refresh.labelled(self.config, OPS, state, previous_label, jnp.ones(len(previous_label)))
         share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
-        return refresh.run(self.config, OPS, p, x, labels, share, RefreshState(*state), loop=jax.lax.scan, fresh=fresh,
-                           cu_seqlens=cu_seqlens, logits=logits)  # fmt: skip
+        return refresh.run(
+            self.config,
+            OPS,
+            p,
+            x,
+            labels,
+            share,
+            RefreshState(*state),
+            loop=jax.lax.scan,
+            fresh=fresh,
+            cu_seqlens=cu_seqlens,
+            logits=logits,
+        )
 
     @nn.nowrap
     def _check_state(self, state, sequences, inputs):
         """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
-        check = fwl.check_state if self.refresh is None else refresh.check_state
+        check = fwl_checks.check_state if self.refresh is None else refresh.check_state
         check(self.config, state, sequences, inputs)
 
     @nn.compact
@@ -254,7 +284,7 @@ class FWLBlock(nn.Module):
 
     def _previous(self, label, state):
         """The labels of waiting tokens, checked."""
-        fwl.check_previous(self.config, label, state)
+        fwl_checks.check_previous(self.config, label, state)
         x = jnp.zeros((len(label), 1, state.pending.shape[-1]), state.pending.dtype)
         return self._checked(x, label[:, None], jnp.ones((len(label), 1)))[1][:, 0]
 
@@ -265,13 +295,13 @@ class FWLBlock(nn.Module):
         inputs = self.inputs
         if self.has_variable("params", "dense1"):
             inputs = self.get_variable("params", "dense1").shape[0]
-        fwl.check_shapes(self.config, x, labels, weights, inputs)
+        fwl_checks.check_shapes(self.config, x, labels, weights, inputs)
         if labels.ndim == 3:
             labels = jnp.argmax(labels, -1)
         found, w = _values(labels), _values(weights)
         if found is not None and w is not None and found.size:
             bad = w[~((w >= 0) & np.isfinite(w))]
-            fwl.check_values(self.config, int(found.min()), int(found.max()), float(bad[0]) if len(bad) else 0.0)
+            fwl_checks.check_values(self.config, int(found.min()), int(found.max()), float(bad[0]) if len(bad) else 0.0)
         return x, labels, weights
 
     def __repr__(self) -> str:

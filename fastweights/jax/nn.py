@@ -152,9 +152,16 @@ class FastWeightAttention(nn.Module):
         layer.projection = self._constants(config) if config.phi.random else None
         cu_seqlens, mask = (None if a is None else jnp.asarray(a) for a in (cu_seqlens, mask))
         return attention.forward(
-            config, OPS, layer, x.astype(dtype), state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
+            config,
+            OPS,
+            layer,
+            x.astype(dtype),
+            state,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            method=self.method,
             chunk_size=self.chunk_size,
-        )  # fmt: skip
+        )
 
     def _parameter(self, name, config, dtype):
         """A parameter in the dtype that it is used in: the rates and the norm in float32 or wider."""
@@ -269,8 +276,10 @@ def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -
 def _flat(variables):
     """name -> (path, array) of all parameters and constants."""
     if "params" not in variables:
-        raise FastWeightError(f"variables has the collections {', '.join(variables) or 'none'}; expected 'params': all "
-                              "that layer.init returned")  # fmt: skip
+        raise FastWeightError(
+            f"variables has the collections {', '.join(variables) or 'none'}; expected 'params': all "
+            "that layer.init returned"
+        )
     flat = traverse_util.flatten_dict({name: variables[name] for name in COLLECTIONS if name in variables})
     return {".".join(path[1:]): (path, x) for path, x in flat.items()}
 

@@ -118,8 +118,10 @@ class FastWeightRNN(nn.Module):
         return past, RNNState(h, jnp.swapaxes(past * weights, 1, 2) @ past)
 
     def __repr__(self) -> str:
-        return (f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
-                f"inner_steps={self.inner_steps})")  # fmt: skip
+        return (
+            f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
+            f"inner_steps={self.inner_steps})"
+        )
 
 
 class FastWeightProgrammer(nn.Module):
@@ -179,8 +181,9 @@ class FastWeightProgrammer(nn.Module):
         return jnp.moveaxis(y, 0, 1), W
 
     def __repr__(self) -> str:
-        return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, "
-                f"activation={self.activation!r})")  # fmt: skip
+        return (
+            f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, activation={self.activation!r})"
+        )
 
 
 def _uniform(key, shape, dtype):

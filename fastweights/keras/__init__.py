@@ -7,7 +7,7 @@ the layers are `keras.layers.Layer`, save and load as such, and work in function
 from fastweights.attention import AttentionState
 from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
-from fastweights.fwl import FWLOutput, FWLState
+from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.keras.fwl import FWLBlock, make_labels
 from fastweights.keras.nn import FastWeightAttention, export_parameters, import_parameters
 from fastweights.keras.ops import fast_weight, feature_map

@@ -7,10 +7,10 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights import fwl, refresh
+from fastweights import fwl, fwl_checks, fwl_config, refresh
 from fastweights.checks import debugging
 from fastweights.core import FastWeightError
-from fastweights.fwl import FWLOutput, FWLState
+from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.keras.framework import OPS, Tensor
 from fastweights.keras.nn import add_parameter, random_generator
@@ -84,15 +84,30 @@ class FWLBlock(keras.layers.Layer):
         dtype: Any = None,
     ):
         super().__init__(name=name, trainable=trainable, dtype=dtype, autocast=False)  # the state stays wide
-        self.config = fwl.FWLConfig(
-            size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
-            fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
-            first_order=first_order, eps=eps, refresh=refresh, within=within, log_steps=log_steps,
-        )  # fmt: skip
+        self.config = fwl_config.FWLConfig(
+            size,
+            vocab_size,
+            attn_chunks,
+            hidden=hidden,
+            normalizer=normalizer,
+            step_size=step_size,
+            fast_bias=fast_bias,
+            shared_norm_step=shared_norm_step,
+            rule=rule,
+            decay=decay,
+            clip=clip,
+            first_order=first_order,
+            eps=eps,
+            refresh=refresh,
+            within=within,
+            log_steps=log_steps,
+        )
         if unembed is not None and (unembed.input_dim, unembed.output_dim) != (vocab_size, size):
             got = unembed.input_dim, unembed.output_dim
-            raise FastWeightError(f"unembed has shape {got}; expected ({vocab_size}, {size}): (vocab_size, size), as "
-                                  "Embedding(vocab_size, size)")  # fmt: skip
+            raise FastWeightError(
+                f"unembed has shape {got}; expected ({vocab_size}, {size}): (vocab_size, size), as "
+                "Embedding(vocab_size, size)"
+            )
         self.inputs, self.unembed, self.bias = inputs, unembed, bias
         self.supports_jit = keras.backend.backend() != "tensorflow"  # see fast_weight
         self.supports_masking = True  # weights say what is padding; a mask of x goes on to the loss
@@ -101,12 +116,11 @@ class FWLBlock(keras.layers.Layer):
         """Make the weights; of the shape of x its last number matters, unless `inputs` was given."""
         inputs = self.inputs if input_shape is None else input_shape[-1]
         if inputs is None:
-            raise FastWeightError(
-                "inputs is not known yet; expected FWLBlock(..., inputs=D), or one call before this"
-            )  # fmt: skip
+            raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D), or one call before this")
         if self.inputs not in (None, inputs):
-            raise FastWeightError(f"x has shape {tuple(input_shape)}; expected (B, T, {self.inputs}): inputs is "
-                                  f"{self.inputs}")  # fmt: skip
+            raise FastWeightError(
+                f"x has shape {tuple(input_shape)}; expected (B, T, {self.inputs}): inputs is {self.inputs}"
+            )
         initial = self.config.initial(inputs, random_generator())
         if self.unembed is not None:
             del initial["unembed"]
@@ -163,9 +177,17 @@ class FWLBlock(keras.layers.Layer):
         if self.config.refresh is not None:
             return self._refreshed(x, labels, weights, state, previous_label, cu_seqlens, logits)
         return fwl.forward(
-            self.config, OPS, self._weights(), x, labels, weights, state, previous_label=previous_label,
-            cu_seqlens=cu_seqlens, logits=logits,
-        )  # fmt: skip
+            self.config,
+            OPS,
+            self._weights(),
+            x,
+            labels,
+            weights,
+            state,
+            previous_label=previous_label,
+            cu_seqlens=cu_seqlens,
+            logits=logits,
+        )
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The training loss, the weighted mean over tokens, without ever holding the logits."""
@@ -188,8 +210,13 @@ class FWLBlock(keras.layers.Layer):
         if c.refresh is not None:
             return self._initial(batch)
         zeros = lambda *shape: ops.zeros((batch, *shape), accumulation_dtype(dtype))  # noqa: E731
-        return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
-                        zeros(1, 1, 2 * c.size), ops.cast(zeros(inputs), dtype), zeros())  # fmt: skip
+        return FWLState(
+            zeros(1, inputs + 1, c.hidden_width),
+            zeros(1, c.hidden_width + 1, c.size),
+            zeros(1, 1, 2 * c.size),
+            ops.cast(zeros(inputs), dtype),
+            zeros(),
+        )
 
     def step(
         self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
@@ -205,8 +232,10 @@ class FWLBlock(keras.layers.Layer):
             weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
         """
         if isinstance(self.config.normalizer, str):
-            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
-                                  "a stream does not know how many tokens will follow")  # fmt: skip
+            raise FastWeightError(
+                f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
+                "a stream does not know how many tokens will follow"
+            )
         x, state = ops.convert_to_tensor(x), (FWLState if self.config.refresh is None else RefreshState)(*state)
         self._check_state(state, x.shape[0], x.shape[-1])
         if previous_label is None:
@@ -222,7 +251,7 @@ class FWLBlock(keras.layers.Layer):
 
     def compute_output_spec(self, x, labels, weights):
         """Shape and dtype of the logits, for a functional model."""
-        fwl.check_shapes(self.config, x, labels, weights, self.inputs)
+        fwl_checks.check_shapes(self.config, x, labels, weights, self.inputs)
         return KerasTensor((*x.shape[:2], self.config.vocab_size), self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
@@ -245,16 +274,29 @@ class FWLBlock(keras.layers.Layer):
     def _refreshed(self, x, labels, weights, state, previous_label, cu_seqlens, logits):
         """`run` of a refreshed block, once its arguments are checked."""
         if x.shape[1] is None:
-            raise FastWeightError(f"x has shape {tuple(x.shape)}; expected a length that is known for refresh="
-                                  f"{self.config.refresh}: chunks are counted while the graph is built")  # fmt: skip
+            raise FastWeightError(
+                f"x has shape {tuple(x.shape)}; expected a length that is known for refresh="
+                f"{self.config.refresh}: chunks are counted while the graph is built"
+            )
         fresh = state is None
         if fresh:
             state = self._initial(ops.shape(x)[0] if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1)
         if previous_label is not None:
             state = refresh.labelled(self.config, OPS, state, previous_label, ops.ones_like(previous_label))
         share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
-        return refresh.run(self.config, OPS, self._weights(), x, labels, share, RefreshState(*state), loop=_loop,
-                           fresh=fresh, cu_seqlens=cu_seqlens, logits=logits)  # fmt: skip
+        return refresh.run(
+            self.config,
+            OPS,
+            self._weights(),
+            x,
+            labels,
+            share,
+            RefreshState(*state),
+            loop=_loop,
+            fresh=fresh,
+            cu_seqlens=cu_seqlens,
+            logits=logits,
+        )
 
     def _initial(self, batch):
         """The state of a refreshed block before the first token."""
@@ -264,7 +306,7 @@ class FWLBlock(keras.layers.Layer):
 
     def _check_state(self, state, sequences, inputs):
         """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
-        check = fwl.check_state if self.config.refresh is None else refresh.check_state
+        check = fwl_checks.check_state if self.config.refresh is None else refresh.check_state
         check(self.config, state, sequences, inputs)
 
     def _weights(self):
@@ -285,7 +327,7 @@ class FWLBlock(keras.layers.Layer):
 
     def _previous(self, label, state):
         """The labels of waiting tokens, checked."""
-        fwl.check_previous(self.config, label, state)
+        fwl_checks.check_previous(self.config, label, state)
         x = state.pending if self.config.refresh is None else state.pending[:, 0]
         return self._checked(x[:, None], label[:, None], ops.ones_like(state.waiting)[:, None])[1][:, 0]
 
@@ -293,14 +335,15 @@ class FWLBlock(keras.layers.Layer):
         """x, integer labels and weights, checked; their values where there are any yet."""
         x, labels = self._input(x), ops.convert_to_tensor(labels)
         weights = ops.cast(weights, accumulation_dtype(self.compute_dtype))
-        fwl.check_shapes(self.config, x, labels, weights, self.slow_weights["dense1"].shape[0])
+        fwl_checks.check_shapes(self.config, x, labels, weights, self.slow_weights["dense1"].shape[0])
         if len(labels.shape) == 3:
             labels = ops.argmax(labels, -1)
         if not getattr(labels, "is_cuda", False) or debugging():  # there it would wait for the device
             found, w = _values(labels), _values(weights)
             if found is not None and w is not None and found.size:
                 bad = w[~((w >= 0) & np.isfinite(w))]
-                fwl.check_values(self.config, int(found.min()), int(found.max()), float(bad[0]) if len(bad) else 0.0)
+                worst = float(bad[0]) if len(bad) else 0.0
+                fwl_checks.check_values(self.config, int(found.min()), int(found.max()), worst)
         return x, ops.cast(labels, "int32"), weights
 
 

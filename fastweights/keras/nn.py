@@ -108,11 +108,25 @@ class FastWeightAttention(keras.layers.Layer):
         if isinstance(features, dict):  # what get_config makes of a function
             features = keras.saving.deserialize_keras_object(features)
         self.config = attention_config.AttentionConfig(
-            dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
-            key_heads=key_heads, writes=writes, beta=beta, beta_max=beta_max,
-            decay=tuple(decay) if isinstance(decay, list) else decay, decay_rank=decay_rank, erase=erase, conv=conv,
-            gate=gate, out_norm=out_norm, seed=seed,
-        )  # fmt: skip
+            dim,
+            heads,
+            features=features,
+            rule=rule,
+            norm=norm,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            key_heads=key_heads,
+            writes=writes,
+            beta=beta,
+            beta_max=beta_max,
+            decay=tuple(decay) if isinstance(decay, list) else decay,
+            decay_rank=decay_rank,
+            erase=erase,
+            conv=conv,
+            gate=gate,
+            out_norm=out_norm,
+            seed=seed,
+        )
         self.redraw, self.method, self.chunk_size = redraw, method, chunk_size
         self.supports_jit = keras.backend.backend() != "tensorflow"  # see fast_weight
         self.projection = self.draws = None
@@ -174,11 +188,16 @@ class FastWeightAttention(keras.layers.Layer):
         layer = SimpleNamespace(**weights, projection=self.projection)
         layer.in_proj, layer.out_proj = (partial(_project, weights[n]) for n in ("in_proj", "out_proj"))
         y, state = attention.forward(
-            self.config, OPS, layer, ops.cast(x, dtype), _absent_as_none(state),
+            self.config,
+            OPS,
+            layer,
+            ops.cast(x, dtype),
+            _absent_as_none(state),
             cu_seqlens=None if cu_seqlens is None else ops.convert_to_tensor(cu_seqlens),
             mask=None if mask is None else ops.convert_to_tensor(mask),
-            method=self.method, chunk_size=self.chunk_size,
-        )  # fmt: skip
+            method=self.method,
+            chunk_size=self.chunk_size,
+        )
         return y, self._absent_as_empty(state)
 
     def step(self, x: Tensor, state: AttentionState | None = None) -> tuple[Tensor, AttentionState]:
@@ -233,8 +252,12 @@ class FastWeightAttention(keras.layers.Layer):
     def _absent_as_empty(self, state):
         """The state with empty tensors where the layer has no such part: Keras takes no None for an output."""
         B = ops.shape(state.memory)[0]
-        return AttentionState(*(ops.zeros(shape, dtype) if part is None else part
-                                for part, (shape, dtype) in zip(state, self._state(B), strict=True)))  # fmt: skip
+        return AttentionState(
+            *(
+                ops.zeros(shape, dtype) if part is None else part
+                for part, (shape, dtype) in zip(state, self._state(B), strict=True)
+            )
+        )
 
 
 def _project(weight, x):
@@ -320,8 +343,10 @@ def _weights(layer):
     paths = [w.path.removeprefix(f"{layer.path}/").split("/") for w in layer.weights]
     names = [".".join([*path[:-1], DOTTED.get(path[-1], path[-1])]) for path in paths]
     if len(set(names)) < len(names):
-        raise FastWeightError(f"weights of {layer.name} share the names {', '.join(sorted(names))}; expected no two "
-                              "alike: give its layers names of their own")  # fmt: skip
+        raise FastWeightError(
+            f"weights of {layer.name} share the names {', '.join(sorted(names))}; expected no two "
+            "alike: give its layers names of their own"
+        )
     return dict(zip(names, layer.weights, strict=True))
 
 

@@ -150,8 +150,10 @@ class FastWeightRNN(keras.layers.Layer):
         return super().get_config() | {n: getattr(self, n) for n in names} | _serialised(self.activation)
 
     def __repr__(self) -> str:
-        return (f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
-                f"inner_steps={self.inner_steps})")  # fmt: skip
+        return (
+            f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
+            f"inner_steps={self.inner_steps})"
+        )
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -231,8 +233,9 @@ class FastWeightProgrammer(keras.layers.Layer):
         return super().get_config() | arguments | _serialised(self.activation)
 
     def __repr__(self) -> str:
-        return (f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, "
-                f"activation={self.activation!r})")  # fmt: skip
+        return (
+            f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, activation={self.activation!r})"
+        )
 
 
 def _scan(move, carry, xs, width=None):

@@ -173,8 +173,10 @@ def open_folder(folder: Path) -> Corpus:
     version = index.get("version", 1 if set(index) == set(SPLITS) else 2)
     if version != VERSION:
         age = "an older" if version in range(1, VERSION) else "another"
-        raise FastWeightError(f"{folder} was written by {age} version of this library: its files are of version "
-                              f"{version!r:.20}; expected version {VERSION}")  # fmt: skip
+        raise FastWeightError(
+            f"{folder} was written by {age} version of this library: its files are of version "
+            f"{version!r:.20}; expected version {VERSION}"
+        )
     try:
         splits = {name: _open(folder / f"{name}.bin", index["splits"][name]) for name in SPLITS}
         wanted = str(index["tokenizer"])

@@ -135,9 +135,15 @@ def generate(
 
 
 def _with_cache(
-    model: LanguageModel, state: Any, token: Tensor, noise: Tensor, how: Sampling, learn: bool, cache: NeuralCache,
+    model: LanguageModel,
+    state: Any,
+    token: Tensor,
+    noise: Tensor,
+    how: Sampling,
+    learn: bool,
+    cache: NeuralCache,
     cached: CacheState | None,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """`generate` with a neural cache mixed in."""
     for u in noise:
         with recorded(model.norm) as seen:

@@ -139,13 +139,16 @@ class Config:
             if getattr(self, name) < 1:
                 raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.dim % (2 * self.heads):
-            raise FastWeightError(f"dim is {self.dim}; expected a multiple of {2 * self.heads}: heads are "
-                                  f"{self.heads}, each of an even width")  # fmt: skip
+            raise FastWeightError(
+                f"dim is {self.dim}; expected a multiple of {2 * self.heads}: heads are "
+                f"{self.heads}, each of an even width"
+            )
         if not 0 <= self.dropout < 1:
             raise FastWeightError(f"dropout is {self.dropout}; expected from 0 to below 1: the share left out")
         if self.refresh < 0:
-            raise FastWeightError(f"refresh is {self.refresh}; expected tokens between updates, or 0 for the published "
-                                  "layer")  # fmt: skip
+            raise FastWeightError(
+                f"refresh is {self.refresh}; expected tokens between updates, or 0 for the published layer"
+            )
         if self.patience <= 0:
             raise FastWeightError(f"patience is {self.patience}; expected above 0: minutes to wait for other processes")
         if self.fast_step <= 0:
@@ -169,8 +172,10 @@ class Config:
         """The configuration with these fields, which may come from a file."""
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
-            raise FastWeightError(f"config has {', '.join(sorted(unknown))}; expected fields of Config: it is from "
-                                  "another version of fastweights")  # fmt: skip
+            raise FastWeightError(
+                f"config has {', '.join(sorted(unknown))}; expected fields of Config: it is from "
+                "another version of fastweights"
+            )
         return cls(**values)
 
     @property
@@ -215,8 +220,15 @@ class Config:
         clip = self.fast_clip or None
         if not self.refresh:  # a sum of gradients must decay, or a long text adds up to anything
             return PUBLISHED | dict(clip=clip, decay=self.fast_decay or PUBLISHED["decay"])
-        return dict(refresh=self.refresh, within=self.within, normalizer=1.0, step_size=self.fast_step / self.dim,
-                    log_steps=True, clip=clip, decay=self.fast_decay or None)  # fmt: skip
+        return dict(
+            refresh=self.refresh,
+            within=self.within,
+            normalizer=1.0,
+            step_size=self.fast_step / self.dim,
+            log_steps=True,
+            clip=clip,
+            decay=self.fast_decay or None,
+        )
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastweights.fwl import FWLState
+from fastweights.fwl_config import FWLState
 from fastweights.models.config import Config
 from fastweights.models.memory import Memory
 from fastweights.models.mixers import Documents, mixer

@@ -40,10 +40,16 @@ def show(found: dict[str, Any], console: Console) -> None:
     best = min(m["bits_per_byte"] for m in found["modes"])
     for m in found["modes"]:
         table.add_row(
-            LABELS[m["mode"]], f"{m['bits_per_byte']:.3f}", _number(m["gain"]), _number(m["learning"]),
-            f"{m['perplexity']:.2f}", f"{m['seconds']:.1f}", _size(m["state_bytes"]), _size(m["peak_bytes"]),
+            LABELS[m["mode"]],
+            f"{m['bits_per_byte']:.3f}",
+            _number(m["gain"]),
+            _number(m["learning"]),
+            f"{m['perplexity']:.2f}",
+            f"{m['seconds']:.1f}",
+            _size(m["state_bytes"]),
+            _size(m["peak_bytes"]),
             style="bold" if m["bits_per_byte"] == best else None,
-        )  # fmt: skip
+        )
     for name, bits in found["compressors"].items():
         table.add_row(name, f"{bits:.3f}")
     console.print(table)

@@ -13,7 +13,7 @@ from fastweights.attention import AttentionState
 from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
-from fastweights.fwl import FWLOutput, FWLState
+from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 from fastweights.torch.attributions import Attribution, attribution

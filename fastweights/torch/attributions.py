@@ -71,8 +71,10 @@ class Attribution:
     def __init__(self, inputs: Inputs, spec: Spec):
         """inputs, spec: of a call of `fast_weight`, features mapped or not."""
         if reason := core.refuses_chunks(spec):
-            raise FastWeightError(f"attribution {reason.partition(';')[0]}; expected rule 'sum' or 'delta': others "
-                                  "need not be linear in their values")  # fmt: skip
+            raise FastWeightError(
+                f"attribution {reason.partition(';')[0]}; expected rule 'sum' or 'delta': others "
+                "need not be linear in their values"
+            )
         if inputs.cu_seqlens is not None:
             raise FastWeightError("cu_seqlens is given; expected one text per row: a source belongs to one text")
         self.tokens, self.writes = inputs.q.shape[1], spec.writes

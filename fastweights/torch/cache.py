@@ -104,8 +104,10 @@ class NeuralCache:
         if not temperatures or not all(0 < c < math.inf for c in temperatures):
             raise FastWeightError(f"temperatures is {tuple(temperatures)}; expected positive numbers, at least one")
         if not shares or not all(0 < s < 1 for s in shares):
-            raise FastWeightError(f"shares is {tuple(shares)}; expected numbers in (0, 1), at least one: the model "
-                                  "alone, a share of 0, is always in the mixture")  # fmt: skip
+            raise FastWeightError(
+                f"shares is {tuple(shares)}; expected numbers in (0, 1), at least one: the model "
+                "alone, a share of 0, is always in the mixture"
+            )
         self.window, self.temperatures, self.shares = window, tuple(temperatures), tuple(shares)
 
     def __repr__(self) -> str:
@@ -129,8 +131,12 @@ class NeuralCache:
         """
         new = dict(device=device, dtype=dtype or torch.get_default_dtype())
         whole = dict(device=device, dtype=torch.long)
-        return CacheState(torch.zeros(batch, 0, width, **new), torch.zeros(batch, 0, **whole),
-                          torch.zeros(batch, **whole), torch.zeros(batch, self.experts, **new))  # fmt: skip
+        return CacheState(
+            torch.zeros(batch, 0, width, **new),
+            torch.zeros(batch, 0, **whole),
+            torch.zeros(batch, **whole),
+            torch.zeros(batch, self.experts, **new),
+        )
 
     def score(
         self,
@@ -152,13 +158,14 @@ class NeuralCache:
             mask: (B, T) bool, False for padding on any side: it is not written, and its loss is returned as it is.
             cu_seqlens: (N + 1,) offsets of N texts packed into one row (B = 1); the state is then that of N sequences.
         """
-        check(x, dict(labels=(labels, x.shape[:2]), losses=(losses, x.shape[:2]), mask=(mask, x.shape[:2])),
-               cu_seqlens)  # fmt: skip
+        check(x, dict(labels=(labels, x.shape[:2]), losses=(losses, x.shape[:2]), mask=(mask, x.shape[:2])), cu_seqlens)
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = self._state(state, x, sequences)
         if state.waiting is not None:
-            raise FastWeightError("state is that of a stream, whose last token waits for its label; expected answer(), "
-                                  "or a state that score() returned")  # fmt: skip
+            raise FastWeightError(
+                "state is that of a stream, whose last token waits for its label; expected answer(), "
+                "or a state that score() returned"
+            )
         wide = state.keys.dtype
         place, lengths = places(x, mask, cu_seqlens)
         flat = losses.to(wide).flatten()
@@ -211,12 +218,16 @@ class NeuralCache:
         B, T = x.shape[:2]
         check(x, dict(tokens=(tokens, (B, T)), losses=(losses, (B, T)), mask=(mask, (B, T))))
         if logits.dim() != 3 or logits.shape[0] != B or not 0 < logits.shape[1] <= T:
-            raise FastWeightError(f"logits has shape {tuple(logits.shape)}; expected ({B}, K, V) with K from 1 to {T}: "
-                                  f"those of the last K tokens, x is {tuple(x.shape)}")  # fmt: skip
+            raise FastWeightError(
+                f"logits has shape {tuple(logits.shape)}; expected ({B}, K, V) with K from 1 to {T}: "
+                f"those of the last K tokens, x is {tuple(x.shape)}"
+            )
         K = logits.shape[1]
         if losses is None and K < T and learn:
-            raise FastWeightError(f"losses is missing with logits of {K} of {T} tokens; expected the model's own loss "
-                                  "of each token: the mixture is weighed by them")  # fmt: skip
+            raise FastWeightError(
+                f"losses is missing with logits of {K} of {T} tokens; expected the model's own loss "
+                "of each token: the mixture is weighed by them"
+            )
         state = self._state(state, x, B)
         wide = state.keys.dtype
         if log_sums is None:
@@ -279,10 +290,14 @@ class NeuralCache:
             raise FastWeightError(f"state is a {type(state).__name__}; expected a CacheState, as score() returns")
         expected = (sequences, state.keys.shape[1], x.shape[-1])
         if tuple(state.keys.shape) != expected:
-            raise FastWeightError(f"state holds keys of shape {tuple(state.keys.shape)}; expected {expected}: it "
-                                  f"belongs to another batch or model, x is {tuple(x.shape)}")  # fmt: skip
+            raise FastWeightError(
+                f"state holds keys of shape {tuple(state.keys.shape)}; expected {expected}: it "
+                f"belongs to another batch or model, x is {tuple(x.shape)}"
+            )
         if state.scores.shape[1] != self.experts or state.keys.shape[1] > self.window:
-            raise FastWeightError(f"state holds {state.keys.shape[1]} tokens and {state.scores.shape[1]} experts; "
-                                  f"expected at most {self.window} and {self.experts}: a stream goes on with the "
-                                  "cache that began it")  # fmt: skip
+            raise FastWeightError(
+                f"state holds {state.keys.shape[1]} tokens and {state.scores.shape[1]} experts; "
+                f"expected at most {self.window} and {self.experts}: a stream goes on with the "
+                "cache that began it"
+            )
         return state

@@ -102,8 +102,13 @@ class Held:
         own = torch.arange(self.before + part.start, end, device=device)[:, None]  # the queries' own places
         there = key >= (self.before - self.filled[rows])[:, None, None]
         seen = slice(first, end)
-        return Sight(self.cache, self.new[rows, part], self.keys[rows, seen], self.labels[rows, seen],
-                      there & (key < own) & (key >= own - window))  # fmt: skip
+        return Sight(
+            self.cache,
+            self.new[rows, part],
+            self.keys[rows, seen],
+            self.labels[rows, seen],
+            there & (key < own) & (key >= own - window),
+        )
 
     def after(self, written, scores):
         """The state once the first `written` (R,) of the new tokens are in it."""
@@ -157,8 +162,10 @@ class Stream(NamedTuple):
         if mask is not None and without:
             last = rows_at(place, (lengths - 1).clamp(min=0)[:, None])[:, 0]
             if bool(((last < 0) & mask.any(1)).any()):
-                raise FastWeightError("logits are missing for the last real token of a row; expected padding on the "
-                                      "left, or logits of all tokens")  # fmt: skip
+                raise FastWeightError(
+                    "logits are missing for the last real token of a row; expected padding on the "
+                    "left, or logits of all tokens"
+                )
         return cls(keys, torch.roll(tokens, -1, 1), place, lengths, waited)
 
     def losses(self, logits, log_sums, losses, state):
@@ -261,8 +268,9 @@ def check(x, others, cu_seqlens=None):
         raise FastWeightError(f"x has shape {tuple(x.shape)} and dtype {x.dtype}; expected real features (B, T, D)")
     for name, (value, shape) in others.items():
         if value is not None and tuple(value.shape) != tuple(shape):
-            raise FastWeightError(f"{name} has shape {tuple(value.shape)}; expected {tuple(shape)}: one per token, x "
-                                  f"is {tuple(x.shape)}")  # fmt: skip
+            raise FastWeightError(
+                f"{name} has shape {tuple(value.shape)}; expected {tuple(shape)}: one per token, x is {tuple(x.shape)}"
+            )
     for name, wanted in (("labels", "integers"), ("tokens", "integers"), ("mask", "bool")):
         value = others.get(name, (None,))[0]
         if value is not None and (value.is_floating_point() or (value.dtype == torch.bool) != (wanted == "bool")):
@@ -272,5 +280,7 @@ def check(x, others, cu_seqlens=None):
             raise FastWeightError("mask with cu_seqlens; expected one of them: packed texts have no padding")
         ends = cu_seqlens.tolist()
         if x.shape[0] != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != x.shape[1] or sorted(ends) != ends:
-            raise FastWeightError(f"cu_seqlens is {ends} for x {tuple(x.shape)}; expected offsets from 0 to "
-                                  f"{x.shape[1]} that never fall, of texts packed into one row")  # fmt: skip
+            raise FastWeightError(
+                f"cu_seqlens is {ends} for x {tuple(x.shape)}; expected offsets from 0 to "
+                f"{x.shape[1]} that never fall, of texts packed into one row"
+            )

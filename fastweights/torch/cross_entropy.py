@@ -77,9 +77,17 @@ def losses(n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor)
 
 
 def score_backward(
-    n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor, r: Tensor | None,
-    dloss: Tensor | None, dr: Tensor | None, dwords: Tensor, dc: Tensor,
-) -> Tensor:  # fmt: skip
+    n: Tensor,
+    words: Tensor,
+    c: Tensor,
+    labels: Tensor,
+    log_sum: Tensor,
+    r: Tensor | None,
+    dloss: Tensor | None,
+    dr: Tensor | None,
+    dwords: Tensor,
+    dc: Tensor,
+) -> Tensor:
     """Back through (loss, r): dn (N, size) in float32 or wider; those of words and c are added to dwords and dc.
 
     Args:
@@ -219,7 +227,7 @@ def _blocks(like, n, width):
 
 def scored(
     n: Tensor, words: Tensor, c: Tensor, labels: Tensor, *, gradient: bool = True
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """`head` for an output embedding that `rows` made ready; without the gradient at n when not asked for."""
     flat = n.to(words.dtype).flatten(0, -2).contiguous()
     there = torch.cuda.device_of(n) if n.is_cuda and not torch.compiler.is_compiling() else nullcontext()

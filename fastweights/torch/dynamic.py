@@ -194,13 +194,17 @@ class DynamicEvaluation:
         if carry and context:
             raise FastWeightError(f"context is {context} with carry=True; expected one: a carried state holds the past")
         if rule != "sgd" and statistics is None:
-            raise FastWeightError(f"statistics is missing for rule={rule!r}; expected GradientStatistics.collect("
-                                  "model, batches) on training data: they scale each weight's step")  # fmt: skip
+            raise FastWeightError(
+                f"statistics is missing for rule={rule!r}; expected GradientStatistics.collect("
+                "model, batches) on training data: they scale each weight's step"
+            )
         patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         named = {n: p for n, p in model.named_parameters() if any(fnmatch.fnmatchcase(n, x) for x in patterns)}
         if not named:
-            raise FastWeightError(f"parameters is {parameters!r}, which matches none; expected patterns of names such "
-                                  f"as {', '.join(n for n, _ in list(model.named_parameters())[:3])}")  # fmt: skip
+            raise FastWeightError(
+                f"parameters is {parameters!r}, which matches none; expected patterns of names such "
+                f"as {', '.join(n for n, _ in list(model.named_parameters())[:3])}"
+            )
         missing = [n for n in named if statistics is not None and n not in statistics]
         if missing:
             raise FastWeightError(f"statistics has no {missing[0]!r}; expected those of this model's parameters")
@@ -260,8 +264,10 @@ class DynamicEvaluation:
             A result with `losses` (B, T - 1) in nats, of every token but the first, `seconds`, `mean` and `perplexity`.
         """
         if not hasattr(self, "_trained"):
-            raise FastWeightError("run was called outside its block; expected `with DynamicEvaluation(...) as "
-                                  "dynamic`: leaving the block restores the model")  # fmt: skip
+            raise FastWeightError(
+                "run was called outside its block; expected `with DynamicEvaluation(...) as "
+                "dynamic`: leaving the block restores the model"
+            )
         if tokens.dim() != 2 or tokens.shape[1] < 2:
             raise FastWeightError(f"tokens has shape {tuple(tokens.shape)}; expected (B, T) with T >= 2")
         start, state, losses = time.perf_counter(), None, []
@@ -284,8 +290,10 @@ class DynamicEvaluation:
         if self.cache is None:
             return losses
         if len(seen) != 1 or seen[0].dim() != 3 or seen[0].shape[1] < labels.shape[1]:
-            raise FastWeightError(f"features was called {len(seen)} times, with {[tuple(x.shape) for x in seen]}; "
-                                  "expected one call per segment, with features (B, T, D)")  # fmt: skip
+            raise FastWeightError(
+                f"features was called {len(seen)} times, with {[tuple(x.shape) for x in seen]}; "
+                "expected one call per segment, with features (B, T, D)"
+            )
         x = seen[0][:, seen[0].shape[1] - labels.shape[1] :].detach()
         mixed, self._cached = self.cache.score(x, labels, losses, self._cached)
         return mixed
@@ -326,8 +334,10 @@ def _features(model, features):
         return dict(module=features)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if output is None:
-        raise FastWeightError("features is missing with a cache; expected the module whose output it looks up, such as "
-                              f"the last norm: a {type(model).__name__} does not tell its own")  # fmt: skip
+        raise FastWeightError(
+            "features is missing with a cache; expected the module whose output it looks up, such as "
+            f"the last norm: a {type(model).__name__} does not tell its own"
+        )
     return dict(module=output, inputs=True)
 
 

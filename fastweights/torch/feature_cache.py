@@ -82,11 +82,15 @@ class FeatureCache:
         shares: Sequence[float] = SHARES,
     ):
         if not 1 <= vocab_size <= MOST:
-            raise FastWeightError(f"vocab_size is {vocab_size}; expected 1 to {MOST}: the memory has a column per "
-                                  "token, for more use NeuralCache")  # fmt: skip
+            raise FastWeightError(
+                f"vocab_size is {vocab_size}; expected 1 to {MOST}: the memory has a column per "
+                "token, for more use NeuralCache"
+            )
         if features not in ("relu", "elu+1") and not features.startswith("dpfp-"):
-            raise FastWeightError(f"features is {features!r}; expected 'relu', 'elu+1' or 'dpfp-N': a map without "
-                                  "negative values, as its answers are probabilities")  # fmt: skip
+            raise FastWeightError(
+                f"features is {features!r}; expected 'relu', 'elu+1' or 'dpfp-N': a map without "
+                "negative values, as its answers are probabilities"
+            )
         if not decays or not all(0 < a <= 1 for a in decays):
             raise FastWeightError(f"decays is {tuple(decays)}; expected numbers in (0, 1], at least one")
         if not shares or not all(0 < s < 1 for s in shares):
@@ -102,15 +106,23 @@ class FeatureCache:
         return FeatureCacheState(torch.zeros(batch, H, K, self.vocab_size + 1, **to), torch.zeros(batch, experts, **to))
 
     def score(
-        self, x: Tensor, labels: Tensor, losses: Tensor, state: FeatureCacheState | None = None, *,
-        mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, FeatureCacheState]:  # fmt: skip
+        self,
+        x: Tensor,
+        labels: Tensor,
+        losses: Tensor,
+        state: FeatureCacheState | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, FeatureCacheState]:
         """Losses (B, T) of the mixture and the state after the last token; arguments as of `NeuralCache.score`."""
         check(x, dict(labels=(labels, x.shape[:2]), losses=(losses, x.shape[:2]), mask=(mask, x.shape[:2])), cu_seqlens)
         state = self._state(state, x, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if state.waiting is not None:
-            raise FastWeightError("state is that of a stream, whose last token waits for its label; expected answer(), "
-                                  "or a state that score() returned")  # fmt: skip
+            raise FastWeightError(
+                "state is that of a stream, whose last token waits for its label; expected answer(), "
+                "or a state that score() returned"
+            )
         wide = state.memory.dtype
         place, lengths = places(x, mask, cu_seqlens)
         x = x.to(wide) if mask is None else torch.where(mask[..., None], x.to(wide), 0.0)
@@ -129,19 +141,29 @@ class FeatureCache:
         return out.view(losses.shape), FeatureCacheState(memory, scores)
 
     def answer(
-        self, x: Tensor, tokens: Tensor, logits: Tensor, state: FeatureCacheState | None = None, *,
-        losses: Tensor | None = None, mask: Tensor | None = None,
-    ) -> tuple[Tensor, FeatureCacheState]:  # fmt: skip
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        logits: Tensor,
+        state: FeatureCacheState | None = None,
+        *,
+        losses: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, FeatureCacheState]:
         """Logits (B, K, V) of the mixture in a stream, and its state; arguments as of `NeuralCache.answer`."""
         B, T = x.shape[:2]
         check(x, dict(tokens=(tokens, (B, T)), losses=(losses, (B, T)), mask=(mask, (B, T))))
         if logits.dim() != 3 or logits.shape[::2] != (B, self.vocab_size) or not 0 < logits.shape[1] <= T:
-            raise FastWeightError(f"logits has shape {tuple(logits.shape)}; expected ({B}, K, {self.vocab_size}) with "
-                                  f"K from 1 to {T}, x is {tuple(x.shape)}")  # fmt: skip
+            raise FastWeightError(
+                f"logits has shape {tuple(logits.shape)}; expected ({B}, K, {self.vocab_size}) with "
+                f"K from 1 to {T}, x is {tuple(x.shape)}"
+            )
         K = logits.shape[1]
         if losses is None and K < T:
-            raise FastWeightError(f"losses is missing with logits of {K} of {T} tokens; expected the model's own loss "
-                                  "of each token: the mixture is weighed by them")  # fmt: skip
+            raise FastWeightError(
+                f"losses is missing with logits of {K} of {T} tokens; expected the model's own loss "
+                "of each token: the mixture is weighed by them"
+            )
         state = self._state(state, x, B)
         wide = state.memory.dtype
         sums = log_sum(logits, wide)
@@ -195,6 +217,8 @@ class FeatureCache:
         if not isinstance(state, FeatureCacheState):
             raise FastWeightError(f"state is a {type(state).__name__}; expected a FeatureCacheState")
         if state.memory.shape != wanted.memory.shape or state.scores.shape != wanted.scores.shape:
-            raise FastWeightError(f"state holds a memory of {tuple(state.memory.shape)}; expected "
-                                  f"{tuple(wanted.memory.shape)}: it is of another batch, model or cache")  # fmt: skip
+            raise FastWeightError(
+                f"state holds a memory of {tuple(state.memory.shape)}; expected "
+                f"{tuple(wanted.memory.shape)}: it is of another batch, model or cache"
+            )
         return state

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
-from fastweights import fwl
+from fastweights import fwl, fwl_checks, fwl_config
 from fastweights.checks import debugging
 from fastweights.core import FastWeightError
-from fastweights.fwl import FWLOutput, FWLState
+from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
 from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, held, refresh
@@ -90,14 +90,29 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        self.config = fwl.FWLConfig(
-            size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
-            fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
-            first_order=first_order, eps=eps, refresh=refresh, within=within, log_steps=log_steps,
-        )  # fmt: skip
+        self.config = fwl_config.FWLConfig(
+            size,
+            vocab_size,
+            attn_chunks,
+            hidden=hidden,
+            normalizer=normalizer,
+            step_size=step_size,
+            fast_bias=fast_bias,
+            shared_norm_step=shared_norm_step,
+            rule=rule,
+            decay=decay,
+            clip=clip,
+            first_order=first_order,
+            eps=eps,
+            refresh=refresh,
+            within=within,
+            log_steps=log_steps,
+        )
         if unembed is not None and tuple(unembed.shape) != (vocab_size, size):
-            raise FastWeightError(f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "
-                                  "(vocab_size, size), as an nn.Embedding's weight")  # fmt: skip
+            raise FastWeightError(
+                f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "
+                "(vocab_size, size), as an nn.Embedding's weight"
+            )
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
         for name, shape in self.config.shapes(inputs or 1).items():
             if name == "unembed" and unembed is not None:
@@ -181,21 +196,17 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         if state is not None:
             self._check_state(state, sequences)
         if previous_label is not None:
-            fwl.check_previous(self.config, previous_label, state)
+            fwl_checks.check_previous(self.config, previous_label, state)
             previous_label = self._in_vocabulary(previous_label, previous_label.new_ones(()))
+        block, batch = (self.config, OPS, self._weights()), (x, labels, weights)
+        how: dict[str, Any] = dict(cu_seqlens=cu_seqlens, logits=logits)
         if self.config.refresh is None:
-            return fwl.forward(
-                self.config, OPS, self._weights(), x, labels, weights, state, previous_label=previous_label,
-                cu_seqlens=cu_seqlens, logits=logits,
-            )  # fmt: skip
+            return fwl.forward(*block, *batch, state, previous_label=previous_label, **how)
         fresh = state is None
         state = self.init_state(sequences) if state is None else state
         if previous_label is not None:
             state = self.label_waiting(previous_label, state)
-        return refresh.run(
-            self.config, OPS, self._weights(), x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens,
-            logits=logits, slow=slow,
-        )  # fmt: skip
+        return refresh.run(*block, *batch, state, fresh=fresh, slow=slow, **how)
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The training loss, the weighted mean over tokens, without ever holding the logits.
@@ -257,8 +268,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             return refresh.init_state(c, inputs, batch, like)
         wide = accumulation_dtype(like)
         zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
-        return FWLState(zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size),
-                        zeros(1, 1, 2 * c.size), zeros(inputs, dtype=like.dtype), zeros())  # fmt: skip
+        learned = (zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size), zeros(1, 1, 2 * c.size))
+        return FWLState(*learned, zeros(inputs, dtype=like.dtype), zeros())
 
     def step(
         self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
@@ -281,8 +292,10 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             ...     label = logits.argmax(-1)  # the next token is known now, and will be learned with the next call
         """
         if isinstance(self.config.normalizer, str):
-            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
-                                  "a stream does not know how many tokens will follow")  # fmt: skip
+            raise FastWeightError(
+                f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
+                "a stream does not know how many tokens will follow"
+            )
         self._check_state(state, x.shape[0])
         if self.config.refresh is not None:
             return self._refreshed_step(x, previous_label, state, weight)
@@ -308,8 +321,10 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         input and the 1 of its bias; for the layer norm its standardised input.
         """
         if isinstance(self.config.normalizer, str):
-            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for "
-                                  "start_steps: a step is a token's")  # fmt: skip
+            raise FastWeightError(
+                f"normalizer is {self.config.normalizer!r}; expected a number of tokens for "
+                "start_steps: a step is a token's"
+            )
         self._know_inputs(x)
         slow = fwl.slow_pass(self.config, OPS, self._weights(), x)
         sizes = [key.double().square().sum(-1).mean() + 1 for key in (x, slow.a, slow.xhat)]
@@ -324,7 +339,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             0.5
         """
         steps = self.steps.detach().exp() if self.config.log_steps else self.steps.detach()
-        return dict(zip(fwl.STEPS, steps.tolist(), strict=True))
+        return dict(zip(fwl_config.STEPS, steps.tolist(), strict=True))
 
     def _refreshed_step(self, x, previous_label, state, weight=None, full=None):
         """`step` of a refreshed block: x joins the tokens that wait, and a full chunk of them is learned.
@@ -344,13 +359,13 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                 n, state = held.step(self.config, p, x.to(self.scale.dtype), state, full=full)
                 return torch.addmm(p["unembed_bias"], n, p["unembed"]), state
         unknown = x.new_zeros(len(x), 1)
-        out = refresh.run(self.config, OPS, self._weights(), x[:, None], unknown.long(), unknown, state, fresh=False,
-                          slow=False, score=False)  # fmt: skip
+        block, batch = (self.config, OPS, self._weights()), (x[:, None], unknown.long(), unknown)
+        out = refresh.run(*block, *batch, state, fresh=False, slow=False, score=False)
         return out.logits[:, 0], out.state
 
     def _check_state(self, state, sequences):
         """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
-        check = fwl.check_state if self.config.refresh is None else check_state
+        check = fwl_checks.check_state if self.config.refresh is None else check_state
         check(self.config, state, sequences, self.dense1.shape[0])
 
     def _weights(self):
@@ -367,7 +382,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
     def _checked(self, x, labels, weights):
         """Integer labels, checked."""
-        fwl.check_shapes(self.config, x, labels, weights, self.dense1.shape[0])
+        fwl_checks.check_shapes(self.config, x, labels, weights, self.dense1.shape[0])
         return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights)
 
     def _in_vocabulary(self, labels, weights):
@@ -375,7 +390,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         if not torch.compiler.is_compiling() and labels.numel() and (not labels.is_cuda or debugging()):
             low, high = torch.aminmax(labels)
             bad = weights[~((weights >= 0) & weights.isfinite())]
-            fwl.check_values(self.config, int(low), int(high), float(bad[0]) if len(bad) else 0.0)
+            fwl_checks.check_values(self.config, int(low), int(high), float(bad[0]) if len(bad) else 0.0)
         return labels.long()
 
     def extra_repr(self) -> str:

@@ -73,8 +73,19 @@ def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -
     labels, weights, share = labels.flatten(), weights.flatten(), share.flatten()
     names = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
     with torch.autocast(device, enabled=False), torch.cuda.device_of(x):
-        return Loss.apply(x, *(p[name] for name in names), steps, p["unembed"], p["unembed_bias"], labels, weights,
-                          share, shape, dtype, config)  # fmt: skip
+        return Loss.apply(
+            x,
+            *(p[name] for name in names),
+            steps,
+            p["unembed"],
+            p["unembed_bias"],
+            labels,
+            weights,
+            share,
+            shape,
+            dtype,
+            config,
+        )
 
 
 class Loss(torch.autograd.Function):
@@ -85,8 +96,9 @@ class Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype,
-                config):  # fmt: skip
+    def forward(
+        ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype, config
+    ):
         """The mean fast loss of a batch, and all that its gradient needs.
 
         x is packed to whole chunks; E and c are the output embedding; share is each token's weight over the normalizer.
@@ -128,9 +140,43 @@ class Loss(torch.autograd.Function):
         )
         losses = cross_entropy.losses(features_fast, words, c, labels, log_sum_fast)
         total = weights.sum().clamp(min=1e-8)
-        ctx.save_for_backward(x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share,
-                              g2, u, v1, A1, S1, h_fast, a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast,
-                              dfeatures, dwords, dc, total, e, ones)  # fmt: skip
+        ctx.save_for_backward(
+            x1,
+            k1,
+            W1,
+            W2,
+            h,
+            a,
+            xhat,
+            rstd,
+            scale,
+            features,
+            words,
+            c,
+            labels,
+            log_sum,
+            r,
+            share,
+            g2,
+            u,
+            v1,
+            A1,
+            S1,
+            h_fast,
+            a_fast,
+            v2,
+            A2,
+            S2,
+            xhat_fast,
+            rstd_fast,
+            scale_fast,
+            dfeatures,
+            dwords,
+            dc,
+            total,
+            e,
+            ones,
+        )
         return (losses * weights).sum() / total
 
     @staticmethod
@@ -147,9 +193,43 @@ def _backward(ctx, dloss):
     In three parts, in reverse: the fast pass; the slow gradients, which were the values that the fast pass read (these
     are the second-order part, which `first_order` leaves out); and the slow pass itself.
     """
-    (x1, k1, W1, W2, h, a, xhat, rstd, scale, features, words, c, labels, log_sum, r, share, g2, u, v1, A1, S1, h_fast,
-     a_fast, v2, A2, S2, xhat_fast, rstd_fast, scale_fast, dfeatures, dwords, dc, total, e,
-     ones) = ctx.saved_tensors  # fmt: skip
+    (
+        x1,
+        k1,
+        W1,
+        W2,
+        h,
+        a,
+        xhat,
+        rstd,
+        scale,
+        features,
+        words,
+        c,
+        labels,
+        log_sum,
+        r,
+        share,
+        g2,
+        u,
+        v1,
+        A1,
+        S1,
+        h_fast,
+        a_fast,
+        v2,
+        A2,
+        S2,
+        xhat_fast,
+        rstd_fast,
+        scale_fast,
+        dfeatures,
+        dwords,
+        dc,
+        total,
+        e,
+        ones,
+    ) = ctx.saved_tensors
     shape, T, D, V, config, dtypes = ctx.rest
     passes, size, ratio = passes_for(h, h.dtype), config.size, dloss / total
 
@@ -166,8 +246,7 @@ def _backward(ctx, dloss):
     # what the gradients, as values, were made of
     du = passes.gate(dv1, h, -2.0)
     dots = torch.empty(len(h), 6, dtype=e.dtype, device=e.device)
-    dr, dxhat, dstd, scales = passes.slow_second(du @ W2, dv2, within, after, r, share, xhat, rstd, g2, scale,
-                                                       e, dots)  # fmt: skip
+    dr, dxhat, dstd, scales = passes.slow_second(du @ W2, dv2, within, after, r, share, xhat, rstd, g2, scale, e, dots)
     dx = passes.inputs_backward(dx, dk1, x1, e, D, dots, keys=not config.first_order)
     if not config.first_order:
         dW2 += du.mT @ g2

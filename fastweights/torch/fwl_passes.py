@@ -1,7 +1,7 @@
 """The elementwise passes of fwl_loss.py in plain PyTorch; kernels/fwl.py has the same functions for a GPU.
 
-Rows are tokens. e: the six step sizes, in the order of `fwl.STEPS`. Statistics of rows and everything computed here are
-float32 or wider; results that matrix products take are in their dtype, that of the first argument. `dx` is the
+Rows are tokens. e: the six step sizes, in the order of `fwl_config.STEPS`. Statistics of rows and everything computed
+here are float32 or wider; results that matrix products take are in their dtype, that of the first argument. `dx` is the
 gradient of x, `slow_dx` that of the slow pass alone, which is learned from; three tensors of the block's size side by
 side, (N, 3 size), are added up over tokens in one go.
 """
@@ -94,9 +94,19 @@ def fast_backward(dfeatures: Tensor, ratio: Tensor, xhat: Tensor, rstd: Tensor, 
 
 
 def slow_second(
-    dg: Tensor, dv: Tensor, within: Tensor, after: Tensor, r: Tensor, share: Tensor, xhat: Tensor, rstd: Tensor,
-    g: Tensor, scale: Tensor, e: Tensor, dots: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dg: Tensor,
+    dv: Tensor,
+    within: Tensor,
+    after: Tensor,
+    r: Tensor,
+    share: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    g: Tensor,
+    scale: Tensor,
+    e: Tensor,
+    dots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Back through `slow_gradient`: (dr, dxhat, dstd (N,), dscale per token); de[2:] go into dots (N, 6).
 
     Args:

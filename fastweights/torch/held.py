@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.fwl import FWLConfig
+from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, watching
 
@@ -36,9 +36,16 @@ class Weights(NamedTuple):
 
 
 def read(
-    config: FWLConfig, p: dict[str, Tensor], learned: Sequence[Tensor], tokens: Sequence[Tensor], calls: Sequence[Any],
-    words: Tensor, c: Tensor, *, score: bool,
-) -> tuple[list[tuple[Tensor, Tensor | None]], Sequence[Tensor]]:  # fmt: skip
+    config: FWLConfig,
+    p: dict[str, Tensor],
+    learned: Sequence[Tensor],
+    tokens: Sequence[Tensor],
+    calls: Sequence[Any],
+    words: Tensor,
+    c: Tensor,
+    *,
+    score: bool,
+) -> tuple[list[tuple[Tensor, Tensor | None]], Sequence[Tensor]]:
     """The features and losses of each call, and what each row has learned before its last chunk.
 
     learned: the first three of a RefreshState;  tokens: x (N, L, D), labels and shares (N, L);  words (V, size) and
@@ -98,7 +105,7 @@ def read(
 
 def step(
     config: FWLConfig, p: dict[str, Tensor], x: Tensor, state: RefreshState, *, full: bool
-) -> tuple[Tensor, RefreshState]:  # fmt: skip
+) -> tuple[Tensor, RefreshState]:
     """Features (B, size) of one new token x (B, D) of each sequence, and the state.
 
     full: whether C tokens wait in every sequence, which are then learned first; else fewer do. Which place the new
@@ -146,9 +153,15 @@ class Whole(NamedTuple):
 
 
 def losses(
-    config: FWLConfig, p: dict[str, Tensor], learned: Sequence[Tensor], tokens: Sequence[Tensor], calls: Sequence[Any],
-    words: Tensor, c: Tensor, read: Any = read,
-) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
+    config: FWLConfig,
+    p: dict[str, Tensor],
+    learned: Sequence[Tensor],
+    tokens: Sequence[Tensor],
+    calls: Sequence[Any],
+    words: Tensor,
+    c: Tensor,
+    read: Any = read,
+) -> tuple[Tensor, Sequence[Tensor]]:
     """`read` where every call has all rows: losses (N, L) of all tokens that are read, and what has been learned.
 
     On a GPU up to GROUP closed chunks at a time are one CUDA graph, which reads the trained weights where they are.

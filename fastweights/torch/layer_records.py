@@ -180,8 +180,10 @@ def joined(name: str, parts: list[np.ndarray]) -> np.ndarray:
     """The measurements (B, n, ...) of a record's calls, joined along the text."""
     sizes = sorted({len(x) for x in parts})
     if len(sizes) > 1:
-        raise FastWeightError(f"{name} was called with batches of {sizes}; expected one size: calls are joined along "
-                              "time, so probe one text at a time")  # fmt: skip
+        raise FastWeightError(
+            f"{name} was called with batches of {sizes}; expected one size: calls are joined along "
+            "time, so probe one text at a time"
+        )
     return np.concatenate(parts, 1)
 
 

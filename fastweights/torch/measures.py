@@ -298,5 +298,10 @@ def _packed(x, spec, every):
     if not found:
         raise FastWeightError(f"cu_seqlens is {offsets}; expected at least one token to measure")
     join = lambda parts: type(parts[0])(*(torch.cat(y, 1) for y in zip(*parts, strict=True)))  # noqa: E731
-    return Measured(join([f.writes for f in found]), join([f.marks for f in found]),
-                    torch.cat([f.at for f in found]), torch.cat([f.state for f in found]), found[-1].keys)  # fmt: skip
+    return Measured(
+        join([f.writes for f in found]),
+        join([f.marks for f in found]),
+        torch.cat([f.at for f in found]),
+        torch.cat([f.state for f in found]),
+        found[-1].keys,
+    )

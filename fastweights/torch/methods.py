@@ -284,8 +284,9 @@ class FastWeightBackward(torch.autograd.Function):
             asked = [copies[i] for i in wanted]
             outputs = plain(Inputs(*copies, cu_seqlens), of_text(ctx.spec))
             first = torch.autograd.grad(outputs, asked, ups, create_graph=True, materialize_grads=True)
-            found = torch.autograd.grad(first, [*ups, *asked], [second[i] for i in wanted], create_graph=True,
-                                        materialize_grads=True)  # fmt: skip
+            found = torch.autograd.grad(
+                first, [*ups, *asked], [second[i] for i in wanted], create_graph=True, materialize_grads=True
+            )
         of = dict(zip(wanted, found[2:], strict=True))
         return None, None, None, *found[:2], *(of.get(i) for i in range(ARRAYS)), None
 

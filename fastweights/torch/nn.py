@@ -100,10 +100,25 @@ class FastWeightAttention(nn.Module):
     ):
         super().__init__()
         self.config = attention_config.AttentionConfig(
-            dim, heads, features=features, rule=rule, norm=norm, key_dim=key_dim, value_dim=value_dim,
-            key_heads=key_heads, writes=writes, beta=beta, beta_max=beta_max, decay=decay, decay_rank=decay_rank,
-            erase=erase, conv=conv, gate=gate, out_norm=out_norm, seed=seed,
-        )  # fmt: skip
+            dim,
+            heads,
+            features=features,
+            rule=rule,
+            norm=norm,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            key_heads=key_heads,
+            writes=writes,
+            beta=beta,
+            beta_max=beta_max,
+            decay=decay,
+            decay_rank=decay_rank,
+            erase=erase,
+            conv=conv,
+            gate=gate,
+            out_norm=out_norm,
+            seed=seed,
+        )
         self.redraw, self.method, self.chunk_size = redraw, method, chunk_size
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
         if isinstance(features, nn.Module):
@@ -197,9 +212,16 @@ class FastWeightAttention(nn.Module):
         if self.redraw and self.training and self.projection is not None:
             self.draw()
         return attention.forward(
-            self.config, OPS, self, x, state, cu_seqlens=cu_seqlens, mask=mask, method=self.method,
+            self.config,
+            OPS,
+            self,
+            x,
+            state,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            method=self.method,
             chunk_size=self.chunk_size,
-        )  # fmt: skip
+        )
 
     def step(self, x: Tensor, state: AttentionState | None = None) -> tuple[Tensor, AttentionState]:
         """One token: x (B, dim) -> y (B, dim) and the state, as generation needs it.

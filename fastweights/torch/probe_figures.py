@@ -171,8 +171,9 @@ def _matplotlib(shown, title):
     axes = made.add_subplot()
     if isinstance(shown, Map):
         width = shown.x[-1] if len(shown.x) else 1
-        image = axes.imshow(shown.values, aspect="auto", interpolation="nearest",
-                            extent=(0, width, len(shown.rows) - 0.5, -0.5))  # fmt: skip
+        image = axes.imshow(
+            shown.values, aspect="auto", interpolation="nearest", extent=(0, width, len(shown.rows) - 0.5, -0.5)
+        )
         axes.set_yticks(range(len(shown.rows)), shown.rows, fontsize=7)
         made.colorbar(image, label=title)
     else:

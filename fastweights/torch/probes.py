@@ -143,9 +143,11 @@ class Probe:
             del block.run
         self._handles, self._blocks = [], []
         if kind is None and self._called and not self.records:
-            raise FastWeightError(f"no module of the {type(self.model).__name__} wrote into a memory of this library; "
-                                  "expected a model with FastWeightAttention, FWLBlock, or layers that call "
-                                  "fast_weight")  # fmt: skip
+            raise FastWeightError(
+                f"no module of the {type(self.model).__name__} wrote into a memory of this library; "
+                "expected a model with FastWeightAttention, FWLBlock, or layers that call "
+                "fast_weight"
+            )
 
     def _enter(self, name):
         """A module is called: it is now the innermost one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastweights import fwl, refresh
 from fastweights.framework import Ops
-from fastweights.fwl import FWLConfig, FWLOutput
+from fastweights.fwl_config import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, held
 from fastweights.torch.dtypes import accumulation_dtype
@@ -114,10 +114,20 @@ def plan(waiting: list[int], new: list[int], C: int, *, held: bool) -> Layout:
 
 
 def run(
-    config: FWLConfig, ops: Ops, p: dict[str, Tensor], x: Tensor, labels: Tensor, weights: Tensor,
-    state: RefreshState, *, fresh: bool, cu_seqlens: Tensor | None = None, logits: bool = True, slow: bool = True,
+    config: FWLConfig,
+    ops: Ops,
+    p: dict[str, Tensor],
+    x: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    state: RefreshState,
+    *,
+    fresh: bool,
+    cu_seqlens: Tensor | None = None,
+    logits: bool = True,
+    slow: bool = True,
     score: bool = True,
-) -> FWLOutput:  # fmt: skip
+) -> FWLOutput:
     """As `FWLBlock.run`, once its arguments are checked.
 
     Args:
@@ -127,8 +137,9 @@ def run(
         fresh: whether it is the state before the first token, so that nothing can wait in it.
         score: whether the loss is wanted.
     """
-    n, loss, state = read(config, ops, p, x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens,
-                          features=logits, score=score)  # fmt: skip
+    n, loss, state = read(
+        config, ops, p, x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens, features=logits, score=score
+    )
     fast = None if n is None else ops.matmul(n, p["unembed"]) + p["unembed_bias"]
     slow_loss = None
     if slow:
@@ -137,9 +148,19 @@ def run(
 
 
 def read(
-    config: FWLConfig, ops: Ops, p: dict[str, Tensor], x: Tensor, labels: Tensor, weights: Tensor,
-    state: RefreshState, *, fresh: bool, cu_seqlens: Tensor | None = None, features: bool = True, score: bool = True,
-) -> tuple[Tensor | None, Tensor | None, RefreshState]:  # fmt: skip
+    config: FWLConfig,
+    ops: Ops,
+    p: dict[str, Tensor],
+    x: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    state: RefreshState,
+    *,
+    fresh: bool,
+    cu_seqlens: Tensor | None = None,
+    features: bool = True,
+    score: bool = True,
+) -> tuple[Tensor | None, Tensor | None, RefreshState]:
     """The features (B, T, size) and losses (B, T) of the fast pass, those asked for, and the state after it."""
     B, T = labels.shape
     share = (weights / fwl.normalization(config, ops, weights, cu_seqlens)).to(state.shares.dtype)

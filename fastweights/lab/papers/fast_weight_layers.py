@@ -108,8 +108,11 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
         return measure_cost(model, arm, found, device, report)
     began = time.perf_counter()
     train(model, found, arm, device, report)
-    base = dict(read=found.name, train_seconds=round(time.perf_counter() - began, 2),
-                parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+    base = dict(
+        read=found.name,
+        train_seconds=round(time.perf_counter() - began, 2),
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
     # The same documents in every mode, from first token to last.
     docs = documents(found, "test", arm["scored"])
     counts = np.bincount(found.train, minlength=found.vocab)
@@ -137,8 +140,11 @@ def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, tuple[float,
     place = lambda r: tuple(r[name] for name in ("body", "by", "bin", "seed", "length"))  # noqa: E731
     found = [r for r in rows if r["by"] != "cost"]
     static = {place(r): r["nats"] for r in found if r["mode"] == "static"}
-    pairs = [r | dict(gain=static[place(r)] - r["nats"]) for r in found
-             if r["mode"] == mode and place(r) in static and which.items() <= r.items()]  # fmt: skip
+    pairs = [
+        r | dict(gain=static[place(r)] - r["nats"])
+        for r in found
+        if r["mode"] == mode and place(r) in static and which.items() <= r.items()
+    ]
     return mean_over(pairs, ("body", "by", "bin"), "gain")
 
 
@@ -159,9 +165,18 @@ def table(rows: list[Row]) -> list[Row]:
     for (body, mode, length, decay), (nats, _, _) in means.items():
         spent = costs.get((body, mode), {})
         gain = gains(whole, mode, length=length, **({} if decay is None else dict(decay=decay))).get((body, "all", 0))
-        shown.append(dict(body=body, mode=mode, window=length, decay=decay, perplexity=math.exp(nats),
-                          gain=gain[0] if gain else None, microseconds=spent.get("microseconds"),
-                          megaflops=spent["operations"] / 1e6 if spent else None))  # fmt: skip
+        shown.append(
+            dict(
+                body=body,
+                mode=mode,
+                window=length,
+                decay=decay,
+                perplexity=math.exp(nats),
+                gain=gain[0] if gain else None,
+                microseconds=spent.get("microseconds"),
+                megaflops=spent["operations"] / 1e6 if spent else None,
+            )
+        )
     return shown
 
 
@@ -171,13 +186,19 @@ def plot(rows: list[Row], path: Path) -> None:
 
     from fastweights.lab.tasks.document_losses import BINS
 
-    names = dict(position="position in the document", frequency="times seen in training",
-                 repetition="times seen before in the document")  # fmt: skip
+    names = dict(
+        position="position in the document",
+        frequency="times seen in training",
+        repetition="times seen before in the document",
+    )
     bodies = list(dict.fromkeys(r["body"] for r in rows))
-    note = ("Gain over the same model trained without learning, what is learned carried through the document (but for "
-            "squares). Dotted: where the windows of training end. Below -2 nats: cut off.")  # fmt: skip
-    with plotting.figure(path, 3, len(bodies), size=(4.4, 3.4), note=note,
-                         title="What a Fast Weight Layer gains, and where") as axes:  # fmt: skip
+    note = (
+        "Gain over the same model trained without learning, what is learned carried through the document (but for "
+        "squares). Dotted: where the windows of training end. Below -2 nats: cut off."
+    )
+    with plotting.figure(
+        path, 3, len(bodies), size=(4.4, 3.4), note=note, title="What a Fast Weight Layer gains, and where"
+    ) as axes:
         # A row of panels per body: gain by position, by frequency in training, by repetition.
         for line, body in zip(np.reshape(axes, (len(bodies), 3)), bodies, strict=True):
             for ax, (by, name) in zip(line, names.items(), strict=True):

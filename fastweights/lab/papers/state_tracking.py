@@ -63,8 +63,11 @@ def arms(
     """
     sizes = dict(length=length, tested=tested, dim=dim, heads=heads, key_dim=key_dim, batch=batch)
     models = [*(("delta", n) for n in writes), *((name, 1) for name in controls)]
-    return [dict(group=g, model=model, writes=n, **sizes, steps=steps[g], lr=lr, seed=0, seeds=seeds) for g in groups
-            for model, n in models]  # fmt: skip
+    return [
+        dict(group=g, model=model, writes=n, **sizes, steps=steps[g], lr=lr, seed=0, seeds=seeds)
+        for g in groups
+        for model, n in models
+    ]
 
 
 def cost(arm: Arm) -> float:
@@ -89,8 +92,15 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     rates = [top for top in (RATES if arm["model"] == "delta" else (1.0,)) for _ in range(arm["seeds"])]
     table = task.multiplication_table(arm["group"]).to(device)
     generator = torch.Generator(device).manual_seed(arm["writes"])
-    model = task.Trackers(len(table), arm["model"], beta_max=rates, writes=arm["writes"], dim=arm["dim"],
-                          heads=arm["heads"], key_dim=arm["key_dim"]).to(device)  # fmt: skip
+    model = task.Trackers(
+        len(table),
+        arm["model"],
+        beta_max=rates,
+        writes=arm["writes"],
+        dim=arm["dim"],
+        heads=arm["heads"],
+        key_dim=arm["key_dim"],
+    ).to(device)
     found = torch.zeros(len(rates), device=device)  # the losses of the last step
 
     def objective(tokens: Any, products: Any, counted: Any) -> Any:
@@ -152,10 +162,18 @@ def plot(rows: list[Row], path: Path) -> None:
     means = mean_over(rows, ("group", "name", "tokens"), "accuracy")
     names = list(dict.fromkeys(r["name"] for r in rows))
     trained = rows[0]["length"]
-    note = (f"Right products in the later half of a word; trained on up to {trained} tokens (vertical line). "
-            "Solid: write rates up to 2; dashed: up to 1, and controls. Bands: worst and best seed.")  # fmt: skip
-    with plotting.figure(path, len(groups), size=(3.6, 3.4), title="Products of permutations by length of the word",
-                         note=note, share_y=True) as axes:  # fmt: skip
+    note = (
+        f"Right products in the later half of a word; trained on up to {trained} tokens (vertical line). "
+        "Solid: write rates up to 2; dashed: up to 1, and controls. Bands: worst and best seed."
+    )
+    with plotting.figure(
+        path,
+        len(groups),
+        size=(3.6, 3.4),
+        title="Products of permutations by length of the word",
+        note=note,
+        share_y=True,
+    ) as axes:
         panels = list(axes) if len(groups) > 1 else [axes]
         for ax, group in zip(panels, groups, strict=True):
             for name in names:
@@ -165,9 +183,15 @@ def plot(rows: list[Row], path: Path) -> None:
                     continue
                 known = name in plotting.COLOURS
                 color = plotting.COLOURS[name] if known else plotting.PALETTE[int(name[0]) - 1]
-                plotting.curve(ax, x, [points[n][0] for n in x], label=name, color=color,
-                               dashed=known or name.endswith(" 1"), band=([points[n][1] for n in x],
-                                                                         [points[n][2] for n in x]))  # fmt: skip
+                plotting.curve(
+                    ax,
+                    x,
+                    [points[n][0] for n in x],
+                    label=name,
+                    color=color,
+                    dashed=known or name.endswith(" 1"),
+                    band=([points[n][1] for n in x], [points[n][2] for n in x]),
+                )
             ax.axvline(trained, color=plotting.PAPER, linewidth=1)
             ax.set_xscale("log", base=2)
             ax.set(title=group, xlabel="tokens in the word", ylim=(-0.02, 1.04))
@@ -191,8 +215,10 @@ def _longest(rows: list[Row], tokens: str = "tested") -> dict[tuple, tuple[float
 
 def _shown(found: dict[tuple, tuple[float, float, float]]) -> str:
     """Shares by group and number of writes, as text."""
-    return "; ".join(f"{group} {f'{model} ' if model != 'delta' else f'n={n} '}{spread(x, '.2f')}"
-                     for (group, n, model), x in found.items())  # fmt: skip
+    return "; ".join(
+        f"{group} {f'{model} ' if model != 'delta' else f'n={n} '}{spread(x, '.2f')}"
+        for (group, n, model), x in found.items()
+    )
 
 
 def _none_solves(rows: list[Row]) -> tuple[Verdict, str]:
@@ -260,5 +286,7 @@ def check_smoke(rows: list[Row]) -> list[str]:
     reflects, cannot = ours["delta", 2, 2.0], {k: x for k, x in ours.items() if k != ("delta", 2, 2.0)}
     assert reflects > SOLVED, f"two writes with rates up to 2 give {reflects:.2f} of S3's products; expected {SOLVED}"
     assert max(cannot.values()) < SOLVED, f"of models that cannot track S3 one gives {max(cannot.values()):.2f}"
-    return [f"two writes that reflect give {reflects:.2f} of S3's products at twice the length of training, "
-            f"the others at most {max(cannot.values()):.2f}"]  # fmt: skip
+    return [
+        f"two writes that reflect give {reflects:.2f} of S3's products at twice the length of training, "
+        f"the others at most {max(cannot.values()):.2f}"
+    ]

@@ -25,8 +25,16 @@ def documents(found: corpora.Text, split: str, tokens: int) -> list[np.ndarray]:
     return pieces[: int(np.searchsorted(total, tokens)) + 1]
 
 
-def score(model: Any, docs: list[np.ndarray], mode: str, device: str, found: corpora.Text, *, lr: float | None = None,
-          window: int = READ) -> list:  # fmt: skip
+def score(
+    model: Any,
+    docs: list[np.ndarray],
+    mode: str,
+    device: str,
+    found: corpora.Text,
+    *,
+    lr: float | None = None,
+    window: int = READ,
+) -> list:
     """Nats of each token but the first of each document, memory carried from its first token.
 
     Args:

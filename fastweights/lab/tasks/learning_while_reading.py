@@ -21,9 +21,17 @@ RATES = (3e-5, 1e-4, 3e-4)  # of dynamic evaluation
 
 def make(arm: dict, vocab: int) -> Any:
     """The model of an arm: its body, and a Fast Weight Layer with the arm's decay."""
-    model = models.build([arm["body"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4,
-                         window=256 if arm["body"] == "softmax" else 0, head="fwl",
-                         fast_hidden=2 * arm["dim"] - 16, dropout=0.1 if vocab > 256 else 0.0)  # fmt: skip
+    model = models.build(
+        [arm["body"]] * arm["depth"],
+        vocab,
+        dim=arm["dim"],
+        heads=4,
+        conv=4,
+        window=256 if arm["body"] == "softmax" else 0,
+        head="fwl",
+        fast_hidden=2 * arm["dim"] - 16,
+        dropout=0.1 if vocab > 256 else 0.0,
+    )
     if "decay" in arm:
         decay = arm["decay"] if arm["decay"] < 1 else None
         model.fast.config = dataclasses.replace(model.fast.config, decay=decay)
@@ -95,6 +103,15 @@ def measure_cost(model: Any, arm: Arm, found: Text, device: str, report: Callabl
             began = time.perf_counter()
             score(model, [stream[:tokens]], mode, device, found, lr=RATES[0])
             seconds = min(seconds, time.perf_counter() - began)
-        rows.append(dict(read=found.name, mode=mode, by="cost", operations=operations, block_operations=block,
-                         body_operations=body, microseconds=1e6 * seconds / tokens))  # fmt: skip
+        rows.append(
+            dict(
+                read=found.name,
+                mode=mode,
+                by="cost",
+                operations=operations,
+                block_operations=block,
+                body_operations=body,
+                microseconds=1e6 * seconds / tokens,
+            )
+        )
     return rows

@@ -37,16 +37,19 @@ class Probe(Model):
         k, beta, total = effective(self.norm, self.features, raw, beta)
         seen = measure(Inputs(k, k, self.eye[values], beta), Spec(), k.shape[1])
         size = y.norm(dim=-1)
-        return torch.stack([
-            (0.5 * (y - v).square().sum(-1) * occurs).sum(1).div(occurs.sum(1)).mean(0),
-            mean((y * v).sum(-1) / size.clamp(min=1e-30)),
-            mean(size),
-            seen.writes.retrieved.mean((0, 1)),
-            seen.marks.norm[:, -1].mean(0),
-            total.norm(dim=-1).mean(0),
-            seen.writes.gain.mean((0, 1)),
-            seen.writes.gain.amax((0, 1)),
-        ], 1)  # fmt: skip
+        return torch.stack(
+            [
+                (0.5 * (y - v).square().sum(-1) * occurs).sum(1).div(occurs.sum(1)).mean(0),
+                mean((y * v).sum(-1) / size.clamp(min=1e-30)),
+                mean(size),
+                seen.writes.retrieved.mean((0, 1)),
+                seen.marks.norm[:, -1].mean(0),
+                total.norm(dim=-1).mean(0),
+                seen.writes.gain.mean((0, 1)),
+                seen.writes.gain.amax((0, 1)),
+            ],
+            1,
+        )
 
     def written(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Raw keys and rates."""
@@ -81,9 +84,15 @@ class Probe(Model):
             shares = torch.tensor([0.05, 0.5, 0.95], dtype=gain.dtype, device=gain.device)
             low, middle, high = torch.quantile(gain, shares)
             growth = torch.linalg.matrix_norm(product.cpu(), 2).mean() if product.isfinite().all() else math.inf
-            numbers = dict(memory=seen.marks.norm[:, -1].mean(), retrieved=seen.writes.retrieved.mean(),
-                           z=z.norm(dim=-1).mean(), growth=growth, low_gain=low, gain=middle,
-                           high_gain=high)  # fmt: skip
+            numbers = dict(
+                memory=seen.marks.norm[:, -1].mean(),
+                retrieved=seen.writes.retrieved.mean(),
+                z=z.norm(dim=-1).mean(),
+                growth=growth,
+                low_gain=low,
+                gain=middle,
+                high_gain=high,
+            )
             found.append(dict(position=(n + 1) * part, **{name: float(x) for name, x in numbers.items()}))
         return found
 
@@ -106,8 +115,14 @@ def language(arm: dict, *, device: str, report: Any) -> list[dict]:
     corpus = corpora.load("stdlib-bytes", None, arm["limit"])
     train, valid = (torch.from_numpy(x).to(device) for x in (corpus.train, corpus.valid))
     torch.manual_seed(arm["seed"])
-    model = models.build(["elu-delta"] * arm["depth"], corpus.vocab, dim=arm["dim"], heads=arm["heads"],
-                         positions=arm["positions"], norm=arm["norm"]).to(device)  # fmt: skip
+    model = models.build(
+        ["elu-delta"] * arm["depth"],
+        corpus.vocab,
+        dim=arm["dim"],
+        heads=arm["heads"],
+        positions=arm["positions"],
+        norm=arm["norm"],
+    ).to(device)
     T, B, steps = arm["length"], arm["batch"], arm["steps"]
     offsets = torch.arange(T + 1, device=device)
 
@@ -143,7 +158,13 @@ def language(arm: dict, *, device: str, report: Any) -> list[dict]:
             state = State(scores.state.blocks, None)
             memory = [record.norm[:, -1].mean() for record in seen.memories]
             z = [block.z.norm(dim=-1).mean() for block in state.blocks if block.z is not None]
-            found.append(dict(phase="position", position=(n + 1) * T, loss=float(scores.loss.mean()) / math.log(2),
-                              memory=float(sum(memory)) / len(memory),
-                              z=float(sum(z)) / len(z) if z else None))  # fmt: skip
+            found.append(
+                dict(
+                    phase="position",
+                    position=(n + 1) * T,
+                    loss=float(scores.loss.mean()) / math.log(2),
+                    memory=float(sum(memory)) / len(memory),
+                    z=float(sum(z)) / len(z) if z else None,
+                )
+            )
     return found

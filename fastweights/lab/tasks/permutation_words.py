@@ -72,8 +72,9 @@ class Trackers(nn.Module):
     "gated-delta", with a learned decay; "softmax", causal attention with rotary positions.
     """
 
-    def __init__(self, elements: int, mixer: str, *, beta_max: list[float], writes: int, dim: int, heads: int,
-                 key_dim: int):  # fmt: skip
+    def __init__(
+        self, elements: int, mixer: str, *, beta_max: list[float], writes: int, dim: int, heads: int, key_dim: int
+    ):
         super().__init__()
         R, K = len(beta_max), key_dim
         self.mixer, self.heads, self.writes, self.key_dim = mixer, heads, writes, key_dim

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.torch.kernels.launch import Launch, compile_together, current_stream, is_current, launcher, scratch_bytes
+from fastweights.torch.kernels.launch import (
+    Launch,
+    compile_together,
+    current_stream,
+    is_current,
+    launcher,
+    scratch_bytes,
+)
 
 
 class Slot(NamedTuple):
