@@ -17,8 +17,8 @@ README = (ROOT / "README.md").read_text()
 LEVELS = [
     {"__init__"}, {"core"}, {"checks"}, {"files", "framework", "literals", "features", "sequential"},
     {"fwl_checks", "fwl_config"}, {"fwl", "attention_config"},
-    {"attention", "refresh"}, {"torch", "jax", "keras"}, {"text"}, {"models"}, {"lm", "hf"}, {"lab", "inspect"}, {"bench"},
-    {"cli"}, {"__main__"},
+    {"attention", "refresh"}, {"torch", "jax", "keras"}, {"text"}, {"models"}, {"lm", "hf"}, {"lab", "inspect"},
+    {"bench"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 
 
