@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import DEVICE, runs
+from interpreter import DEVICE, poison, runs  # noqa: F401 - a fixture
 
 from fastweights.attention import AttentionState, between_projections
 from fastweights.attention_config import AttentionConfig
