@@ -1,6 +1,7 @@
 """The hand-written loss of a Fast Weight Layer: the oracle's loss, exact gradients (kernels: test_kernels_fwl.py)."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,3 +136,11 @@ def test_loss_never_holds_the_logits(monkeypatch):
         block.loss(x, labels, torch.ones(1, tokens)).backward()
     assert largest[0] <= tokens * vocabulary / 10
     assert largest[0] >= 4 * vocabulary  # the gradient of the embedding: the watch sees tensors
+
+
+def test_the_compiler_can_follow_the_choice_of_kernels():
+    """On a GPU too, whether kernels are there is not asked while compiling: the question cannot be traced."""
+    torch.compiler.reset()
+    elsewhere = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    compiled = torch.compile(lambda x: x + cross_entropy.on_gpu(elsewhere), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 0

@@ -180,7 +180,7 @@ class FastHead(nn.Module):
         if not learn:
             return self._read(u, self._slow(u), lambda i, q: _ask(q, state[i])).to(x.dtype), state
         before, slow, pending, waiting = self._aligned(u, mask, state)
-        before, tokens = before._replace(learns=before.learns * (tokens >= 0)), tokens.clamp(min=0)
+        before, tokens = Columns(before.x, before.slow, before.learns * (tokens >= 0)), tokens.clamp(min=0)
         share = (before.learns / self.config.normalizer).to(u.dtype)
         written = self._write(before, self._gradient(before, tokens, unembed, bias) * share[..., None])
         after: list[Any] = [None, None, None]

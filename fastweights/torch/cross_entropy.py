@@ -213,7 +213,9 @@ def _triton() -> bool:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether the kernels run on x; `torch.compile` fuses the plain form itself, and cannot trace these inside it."""
-    return x.is_cuda and x.dtype != torch.float64 and _triton() and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # asked first: the compiler cannot trace the question whether Triton is there
+        return False
+    return x.is_cuda and x.dtype != torch.float64 and _triton()
 
 
 def _blocks(like, n, width):

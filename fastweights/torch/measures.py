@@ -180,15 +180,13 @@ def _measure(x, spec, span, every, keys):
         chunk = core.prepare(part, spec._replace(read="before"), torch, unit_inverse)
         S, read, some = _walk(S, chunk)
         reads.append(read)
-        at = list(range(per_mark - 1, some.shape[2], per_mark))
-        if first + group >= n and (not at or at[-1] != some.shape[2] - 1):
-            at.append(some.shape[2] - 1)
-        after = torch.cat([some[:, :, 1:], S[:, :, None]], 2)[:, :, at]
-        starts = some[:, :, ::per_mark]
+        starts, after = some[:, :, :-1:per_mark], some[:, :, per_mark::per_mark]
+        if after.shape[2] < starts.shape[2]:  # the text ends inside a span
+            after = torch.cat([after, some[:, :, -1:]], 2)
         sizes.append(_sizes(after))
         k = part.k.flatten(2, 3)
         ends.append(_interference(starts, after, k, span, keys))
-        keys = k[:, :, (len(at) - 1) * span :]
+        keys = k[:, :, (after.shape[2] - 1) * span :]
     retrieved = torch.cat(reads, 2).flatten(2, 3)[:, :, :T].transpose(1, 2) if reads else x.v
     writes = _writes(x, spec, erase, retrieved)
     marks = torch.tensor([min(m * every, -(-T * every // span)) for m in range(1, -(-T // span) + 1)])
@@ -208,7 +206,7 @@ def unit_inverse(L, xp):
 
 
 def _walk(S, chunk):
-    """(S after, what queries read (B, H, n, C, V), the memories before each chunk (B, H, n, K, V))."""
+    """(S after, what queries read (B, H, n, C, V), memories before each chunk and after all (B, H, n + 1, K, V))."""
     n, shape = chunk.U.shape[2], S.shape
     S = S.flatten(0, 1)
     U, kT, g = (x.flatten(0, 1).unbind(1) for x in (chunk.U, chunk.kT, chunk.g))
@@ -218,16 +216,17 @@ def _walk(S, chunk):
         memories.append(S)
         u = U[i] if W is None else torch.baddbmm(U[i], W[i], S, alpha=-1)
         S = torch.baddbmm(g[i] * S, kT[i], u)
-    before, S = torch.stack(memories, 1).unflatten(0, shape[:2]), S.unflatten(0, shape[:2])
+    every, S = torch.stack([*memories, S], 1).unflatten(0, shape[:2]), S.unflatten(0, shape[:2])
+    before = every[:, :, :-1]
     u = chunk.U if chunk.W is None else chunk.U - chunk.W @ before
-    return S, chunk.q @ before + chunk.A @ u, before
+    return S, chunk.q @ before + chunk.A @ u, every
 
 
 def _sizes(S):
     """Norm and effective rank of memories (..., K, V)."""
     gram = S.mT @ S if S.shape[-1] <= S.shape[-2] else S @ S.mT
-    square, fourth = S.square().sum((-1, -2)), gram.square().sum((-1, -2))
-    return square.sqrt(), torch.where(fourth > 0, square.square() / fourth, 0.0)
+    square, root = gram.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.vector_norm(gram, dim=(-1, -2))
+    return square.sqrt(), torch.where(root > 0, (square / root).square(), 0.0)
 
 
 def _interference(starts, after, k, span, keys):
@@ -248,9 +247,10 @@ def _moved(before, after, k):
     """How far what keys k retrieve has moved from one memory to the other, relative to what they retrieved; NaN for
     nothing.
     """
-    then = (k @ before).square().sum((-1, -2))
-    change = (k @ (after - before)).square().sum((-1, -2))
-    return torch.where(then > 0, change / then, math.nan).sqrt()
+    found = k @ before
+    then = torch.linalg.vector_norm(found, dim=(-1, -2))
+    change = torch.linalg.vector_norm(torch.sub(k @ after, found), dim=(-1, -2))
+    return torch.where(then > 0, change / then, math.nan)
 
 
 def _half_life(x, span, every):
@@ -268,7 +268,7 @@ def _half_life(x, span, every):
 
 def _writes(x, spec, erase, r):
     """The measurements of every write, given what its key retrieved, r (B, T, H, V)."""
-    size = lambda y: y.square().sum(-1).sqrt()  # noqa: E731
+    size = lambda y: torch.linalg.vector_norm(y, dim=-1)  # noqa: E731
     error = x.v - r
     value, found, distance = size(x.v), size(r), size(error)
     both = value * found
