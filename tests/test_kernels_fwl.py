@@ -4,7 +4,8 @@ import pytest
 import torch
 from interpreter import DEVICE, runs
 
-from fastweights.torch import FWLBlock, cross_entropy
+from fastweights.torch import FWLBlock, cross_entropy, held
+from fastweights.torch.kernels import held as kernels
 
 
 def compare(monkeypatch, run, numbers, least):
@@ -31,6 +32,28 @@ def test_loss_of_a_fast_weight_layer(monkeypatch, how):
         return loss, *torch.autograd.grad(loss, [x, *block.parameters()])
 
     compare(monkeypatch, run, 20 * 300, 10)  # blocks of tokens and of words
+
+
+@runs
+@pytest.mark.parametrize("how", [{}, dict(decay=0.9, log_steps=True, fast_bias=False)], ids=str)
+def test_chunks_of_a_held_layer(monkeypatch, how):
+    """In float32. A chunk of 70 tokens and 70 inputs are more than one tile; five tokens are left over."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(2, 75, 70, device=DEVICE), torch.randint(90, (2, 75), device=DEVICE)
+    weights = torch.rand(2, 75, device=DEVICE)
+    block = FWLBlock(10, 90, inputs=70, refresh=70, normalizer=4.0, step_size=0.02, **how).to(DEVICE)
+
+    def run():
+        with torch.no_grad():
+            out = block.run(x, labels, weights)
+        return out.loss, out.logits, *out.state
+
+    plain, used = run(), []
+    monkeypatch.setattr(held, "_fused", lambda *given: used.append(1) or kernels)
+    for a, b in zip(run(), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    assert used
+    assert (plain[2] != 0).any()
 
 
 @runs

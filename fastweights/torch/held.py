@@ -67,30 +67,42 @@ def read(
     )
     outputs = []
     with torch.autocast(x.device.type, enabled=False):
-        x, shares = x.to(words.dtype), shares.to(words.dtype)[..., None]
-        steps = _steps(config, p["steps"]).to(words.dtype)
+        fused = _fused(config, x, weights.dense1, words)
+        x = x.to(words.dtype)
+        x, shares = (x.contiguous(), shares.float().contiguous()) if fused else (x, shares.to(words.dtype)[..., None])
+        wide = _steps(config, p["steps"])
+        steps = wide.to(words.dtype)
         keys = x * (2.0 * steps[0])
         twice = torch.stack([steps[0], 2.0 * steps[1], *steps[2:]])  # the slope of the squared ReLU is in the step
         sums = twice[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
         low = weights
         if weights.dense1.dtype != words.dtype:  # a copy to compute with
-            low = Weights(*(torch.empty_like(w, dtype=words.dtype) for w in weights))
+            low = Weights(*(w.to(words.dtype) if fused else torch.empty_like(w, dtype=words.dtype) for w in weights))
         # One chunk of every sequence that has one: answer, score, and where the chunk is full take the step.
         for call in calls:
             part = slice(call.a, call.b), slice(call.c, call.d)
             W, now = weights.rows(call.a, call.b), low.rows(call.a, call.b)
-            if now.dense1.dtype != W.dense1.dtype:
-                torch._foreach_copy_(list(now), list(W))
-            r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
+            if fused:
+                r, a, xhat, rstd, n = fused.forward(now, x[part], config.eps)
+            else:
+                if now.dense1.dtype != W.dense1.dtype:
+                    torch._foreach_copy_(list(now), list(W))
+                r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
             loss = None
             if call.close:
                 loss, dn = _score(n, words, c, labels[part], gradient=True)
-                gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
+                if fused:
+                    dy, half = fused.backward(now, xhat, rstd, dn, shares[part])
+                else:
+                    gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
                 if config.decay is not None:
                     for w, t in zip(W, trained, strict=True):
                         w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**C)
                 before = [w.clone() for w in W] if watching.steps else []
-                _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
+                if fused:
+                    fused.learn(W, now, x[part], r, a, xhat, half, dy, dn, wide)
+                else:
+                    _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
                 if before:
                     square = [(w - b).square().flatten(1).sum(1) for w, b in zip(W, before, strict=True)]
                     watching.steps[-1].append(torch.stack(square).sum(0).sqrt())
@@ -191,6 +203,17 @@ def losses(
     rest, learned = read(config, p, learned, tokens, calls[len(closed) :], words, c, score=True)
     parts += [loss for _, loss in rest if loss is not None]
     return torch.cat(parts, 1), learned
+
+
+def _fused(config, x, weights, words):
+    """The kernels of a chunk, or None: they are for 16-bit products on a GPU, without a clip."""
+    if config.clip is not None or weights.dtype != torch.float32 or words.dtype.itemsize != 2:
+        return None
+    if not cross_entropy.on_gpu(x):
+        return None
+    from fastweights.torch.kernels import held as kernels
+
+    return kernels
 
 
 def _forward(config, W, x):
