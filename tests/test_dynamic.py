@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fastweights import FastWeightError
-from fastweights.torch import DynamicEvaluation, GradientStatistics, NeuralCache
+from fastweights.torch import DynamicEvaluation, GradientStatistics, NeuralCache, graphs
 from fastweights.torch.cache import recorded
 from fastweights.torch.dynamic import PRESETS, token_losses
 
@@ -81,6 +81,24 @@ def test_a_score_never_sees_its_own_segment():
         with DynamicEvaluation(m, lr=1.0, segment=5) as dynamic:
             losses.append(dynamic.run(each).losses)
     torch.testing.assert_close(losses[0][:, :11], losses[1][:, :11], rtol=0, atol=0)
+
+
+def test_segments_that_are_replayed_score_the_same(monkeypatch):
+    """What a CUDA graph is asked for; a function that is called again stands for its replay."""
+    m, how, captured = model(), dict(lr=1.0, segment=5, context=3, clip=0.5), []
+    with DynamicEvaluation(m, **how) as dynamic:
+        plain = dynamic.run(text()).losses
+    monkeypatch.setattr(graphs, "refuses", lambda x: None)
+    monkeypatch.setattr(graphs, "capture", lambda f, given: captured.append(given[0].shape) or f)
+    monkeypatch.setattr(graphs, "replay", lambda f, given: f(*given))
+    with DynamicEvaluation(m, **how) as dynamic:
+        torch.testing.assert_close(dynamic.run(text()).losses, plain, rtol=0, atol=0)
+        assert captured == [(1, 8)]  # the first of each length and the last, shorter one run as they are
+    m[1].register_forward_hook(lambda *given: None)
+    for graph in (False, True):
+        with DynamicEvaluation(m, graph=graph, **how) as dynamic:
+            dynamic.run(text())
+        assert len(captured) == 1 + graph  # a hook is not left out unless told
 
 
 def test_only_matching_parameters_adapt():

@@ -226,6 +226,7 @@ def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, 
         clip=CLIP,
         call=partial(call_body, keep=how.stride),
         cache=cache,
+        graph=True,  # the hooks of an attachment do nothing here
     ) as dynamic:
         held = sum(p.numel() * p.element_size() for p in dynamic.named.values())
         return dynamic.run(row).losses[0], held

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
+from fastweights.torch import graphs
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.tree import map_tensors
 
@@ -167,6 +168,8 @@ class DynamicEvaluation:
             model's own.
         features: with a cache, the module whose output are the features that it looks up, such as the last norm; the
             input of `model.get_output_embeddings()` when absent.
+        graph: on a GPU, segments of one shape are a CUDA graph where no state is carried, there is no cache and no hook
+            looks on; True: hooks may be left out too.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class DynamicEvaluation:
         call: Call = call_model,
         cache: NeuralCache | None = None,
         features: nn.Module | None = None,
+        graph: bool = False,
     ):
         if rule not in RULES:
             raise FastWeightError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}")
@@ -212,6 +216,7 @@ class DynamicEvaluation:
         self.segment, self.context, self.carry, self.clip, self.call = segment, context, carry, clip, call
         self.named, self.statistics = named, statistics
         self.cache, self._recorded = cache, None if cache is None else _features(model, features)
+        self.graph, self._graphs = graph, cast(dict[Any, Any], {})
         self._cached: CacheState | None = None
         self._before: list[tuple[Tensor, bool]] | None = None
 
@@ -245,6 +250,7 @@ class DynamicEvaluation:
         for p, asked in zip(self.model.parameters(), self._asked, strict=True):
             p.requires_grad_(asked)
         self.model.train(self._training)
+        self._graphs.clear()
         del self._trained, self._scales
 
     def reset(self) -> None:
@@ -276,13 +282,16 @@ class DynamicEvaluation:
         for a in _track(starts, "dynamic evaluation", progress):
             b = min(a + self.segment, tokens.shape[1] - 1)
             first = max(0, a - self.context)
-            watch: Any = nullcontext([]) if self._recorded is None else recorded(**self._recorded)
-            with watch as seen:
-                logits, state = self.call(self.model, tokens[:, first:b], state)
-            state = map_tensors(Tensor.detach, state) if self.carry else None
-            loss = token_losses(logits[:, logits.shape[1] - (b - a) :], tokens[:, a + 1 : b + 1])
-            losses.append(self._mixed(seen, tokens[:, a + 1 : b + 1], loss.detach()))
-            self._learn(loss.mean())
+            labels = tokens[:, a + 1 : b + 1]
+            if self._captures(tokens):
+                loss, *grads = self._replayed(tokens[:, first:b], labels)
+            else:
+                watch: Any = nullcontext([]) if self._recorded is None else recorded(**self._recorded)
+                with watch as seen:
+                    loss, grads, state = self._gradients(tokens[:, first:b], labels, state)
+                loss = self._mixed(seen, labels, loss)
+            losses.append(loss)
+            self._learn(grads)
         return DynamicResult(torch.cat(losses, 1), time.perf_counter() - start)
 
     def _mixed(self, seen, labels, losses):
@@ -298,22 +307,62 @@ class DynamicEvaluation:
         mixed, self._cached = self.cache.score(x, labels, losses, self._cached)
         return mixed
 
-    def _learn(self, loss):
+    def _gradients(self, tokens, labels, state):
+        """Losses of a segment (B, n), the gradients of their mean, and the state after it."""
+        with torch.enable_grad():
+            logits, state = self.call(self.model, tokens, state)
+            loss = token_losses(logits[:, logits.shape[1] - labels.shape[1] :], labels)
+            grads = torch.autograd.grad(loss.mean(), list(self.named.values()), materialize_grads=True)
+        return loss.detach(), grads, map_tensors(Tensor.detach, state) if self.carry else None
+
+    def _captures(self, tokens):
+        """Whether segments are replayed as a CUDA graph: on a GPU, where nothing but the tokens changes and none looks
+        on.
+        """
+        alone = not self.carry and self.cache is None and not torch.is_autocast_enabled("cuda")
+        return alone and graphs.refuses(tokens) is None and (self.graph or not _hooked(self.model))
+
+    def _replayed(self, tokens, labels):
+        """(losses, gradients ...) of a segment: the second of a shape is captured, later ones are replayed.
+
+        The weights stay where they are and change in place, so that a graph sees them as they have become.
+        """
+
+        def run(tokens, labels):
+            loss, grads, _ = self._gradients(tokens, labels, None)
+            return loss, *grads
+
+        shape = tokens.shape, labels.shape
+        if shape not in self._graphs:
+            self._graphs[shape] = None
+            return run(tokens, labels)
+        found = self._graphs[shape]
+        if found is None:
+            found = self._graphs[shape] = graphs.capture(run, (tokens, labels))
+        if isinstance(found, str):
+            return run(tokens, labels)
+        loss, *grads = graphs.replay(found, (tokens, labels))
+        return loss.clone(), *grads
+
+    @torch.no_grad()
+    def _learn(self, grads):
         """One step on the mean loss of a segment: the gradient, clipped and divided as the rule says, then the pull
         back.
         """
-        grads = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
-        with torch.no_grad():
-            shrink: Any = 1.0
-            if self.clip is not None:
-                norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
-                shrink = (self.clip / (norm + 1e-12)).clamp(max=1.0)
-            for (name, p), g in zip(self.named.items(), grads, strict=True):
-                divide, pull = (1.0, self.decay) if self._scales is None else self._scales[name]
-                back = (self._trained[name] - p) * pull if self.decay else 0.0
-                if g is not None:
-                    p.sub_(self.lr * shrink * g / divide)
-                p.add_(back)
+        grads = list(grads)
+        weights, trained = list(self.named.values()), [self._trained[n] for n in self.named]
+        back = torch._foreach_sub(trained, weights) if self.decay else None
+        if self.clip is not None:
+            norm = torch.stack(torch._foreach_norm(grads)).norm()
+            grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-12)).clamp(max=1.0))
+        pulls: Any = self.decay
+        if self._scales is not None:
+            divide, pulls = zip(*(self._scales[n] for n in self.named), strict=True)
+            grads = torch._foreach_div(grads, list(divide))
+        torch._foreach_add_(weights, grads, alpha=-self.lr)
+        if back is not None:
+            torch._foreach_mul_(back, list(pulls) if self._scales is not None else pulls)
+            torch._foreach_add_(weights, back)
 
     def _scale(self):
         """Per parameter: what divides its gradient, and how strongly it is pulled back."""
@@ -326,6 +375,11 @@ class DynamicEvaluation:
             return {n: (r + self.eps, self.decay * r) for n, r in roots.items()}
         mean = torch.stack([r.mean() for r in roots.values()]).mean()
         return {n: (r + self.eps, (self.decay * r / mean).clamp(max=1.0)) for n, r in roots.items()}
+
+
+def _hooked(model):
+    """Whether anything looks at calls of the model or of its parts, which a replayed graph would not show it."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def _features(model, features):

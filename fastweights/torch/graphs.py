@@ -56,16 +56,22 @@ def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
             return f(*inputs)
         found = _known[key]
         if found is None:
-            found = _capture(f, inputs)
+            found = capture(f, inputs)
             _remember(key, found)
         _known.move_to_end(key)
         if isinstance(found, str):
             return f(*inputs)
-        torch._foreach_copy_(list(found.inputs), list(inputs))
-        found.graph.replay()
-        results = [torch.empty_like(x) for x in found.outputs]
-        torch._foreach_copy_(results, list(found.outputs))
+        outputs = replay(found, inputs)
+        results = [torch.empty_like(x) for x in outputs]
+        torch._foreach_copy_(results, list(outputs))
         return tuple(results)
+
+
+def replay(found: Graph, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a captured call for other inputs, which the next replay overwrites."""
+    torch._foreach_copy_(list(found.inputs), list(inputs))
+    found.graph.replay()
+    return found.outputs
 
 
 def _whole(key, inputs):
@@ -89,7 +95,7 @@ def _remember(key, found):
         del _known[old]
 
 
-def _capture(f, inputs) -> Graph | str:
+def capture(f: Call, inputs: tuple[Tensor, ...]) -> Graph | str:
     """f as a graph on copies of the inputs, or why it cannot be one.
 
     f runs once on another stream first: kernels are compiled then, and libraries make their workspaces, neither of
