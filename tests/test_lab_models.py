@@ -277,6 +277,9 @@ def test_a_restart_forgets_what_the_layer_learned_and_nothing_else():
     assert abs(restarted[12:] - carried[12:]).max() > 1e-3
     assert abs(slow - carried)[1:].max() > 1e-3
     np.testing.assert_allclose(read(document, "restart", 24), read(document, "fast", 24), rtol=1e-5, atol=1e-6)
+    for mode, alone in (("cache", slow), ("both", carried)):  # a cache is carried from piece to piece
+        np.testing.assert_allclose(read(document, mode), read(document, mode, 24), rtol=1e-5, atol=1e-6)
+        assert abs(read(document, mode) - alone)[1:].max() > 1e-3
 
 
 def test_gains_are_over_the_static_model_of_the_same_windows():
@@ -287,6 +290,9 @@ def test_gains_are_over_the_static_model_of_the_same_windows():
     gain = lambda **which: fast_weight_layers.gains(rows, "fast", **which)["softmax", "all", 0]  # noqa: E731
     assert gain(length=8)[0] == 0.5
     assert gain(length=32, decay=1.0)[0] == 1.0
+    refreshed = place | dict(length=8, mode="fast", refresh=64, nats=4.25)
+    assert fast_weight_layers.gains([*rows, refreshed], "fast", refresh=64)["softmax", "all", 0][0] == 0.75
+    assert fast_weight_layers.refreshes([*rows, refreshed]) == [64]
     assert fast_weight_layers.variants(rows) == [dict(length=8, decay=0.999), dict(length=32, decay=1.0),
                                                  dict(length=32, decay=0.999)]  # fmt: skip
 

@@ -10,31 +10,33 @@ Differs: WikiText-2 (2 M words), windows at random places in training and whole 
     blocks and width 128, so the vocabulary dominates the cost; the static model has the same block, trained without
     learning; dynamic evaluation is Krause's RMS rule, its rate chosen on validation documents. The published layer
     forgets nothing within a window and all after it ("restart"); here it is also carried through the document, and
-    forgets a share per token (decay 0.999, the application's, and 0.99).
+    forgets a share per token (decay 0.999 and 0.99). Of our own: gradients at the weights as they have become, every so
+    many tokens ("refreshed", as in the application, nothing is forgotten), and a neural cache beside the layer.
 """
 
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from fastweights.lab.engine import plotting
 from fastweights.lab.engine.claims import OURS, Claim, Judge, Verdict, held, less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.tasks.document_gains import gains, refreshes, variants
+from fastweights.lab.tasks.document_gains import plot as plot  # part of the experiment
 
 # variants: (decay, length of a window in training) of the layer; batches hold as many tokens for any length
 FULL: dict[str, Any] = dict(
     bodies=("softmax", "gated-delta"), corpus="wikitext-2-words", dim=128, depth=4, length=1024, batch=16, tokens=6e6,
-    lr=3e-3, scored=60_000, limit=0, seeds=1,
+    lr=3e-3, scored=60_000, limit=0, seeds=1, refreshes=(64,),
     variants=((1.0, 1024), (0.999, 1024), (0.99, 1024), (1.0, 4096), (0.999, 4096)),
 )  # fmt: skip
 SMOKE: dict[str, Any] = dict(
     bodies=("gated-delta",), corpus="stdlib-bytes", dim=16, depth=1, length=64, batch=4, tokens=6e3, lr=1e-2,
-    scored=600, limit=3000, seeds=1, variants=((1.0, 128), (0.999, 64)),
+    scored=600, limit=3000, seeds=1, refreshes=(16,), variants=((1.0, 128), (0.999, 64)),
 )  # fmt: skip
-COLOURS = {1.0: plotting.PALETTE[3], 0.999: plotting.colour("fast"), 0.99: plotting.PALETTE[2]}  # by decay
+MODES = dict(fast=("fast", "restart", "slow"), refreshed=("fast", "slow", "both"), static=("static", "dynamic"),
+             plain=("static",), cache=("cache",))  # fmt: skip
 # Where the claim says that gains are larger: bins that gain less, and more
 WHERE = (("position", 0, 1024, "later in the document"), ("frequency", 10_000, 10, "on rare words"),
          ("repetition", 0, 4, "on repeated words"))  # fmt: skip
@@ -54,8 +56,9 @@ def arms(
     limit: int,
     seeds: int,
     variants: tuple[tuple[float, int], ...],
+    refreshes: tuple[int, ...],
 ) -> list[Arm]:
-    """static: without learning, and dynamic evaluation;  plain: without, trained on another length;  fast: with.
+    """static: no learning; dynamic evaluation.  plain: none, another length.  fast: learning.  cache: none; a cache.
 
     Args:
         bodies: mixers of the blocks before the layer.
@@ -67,12 +70,14 @@ def arms(
         limit: tokens kept of each split; 0 for all.
         seeds: of everything.
         variants: (decay, length of a window) of the layers.
+        refreshes: tokens between updates of refreshed layers, trained on windows of `length`.
     """
     # Batches hold as many tokens for any length of window, so that all models read the same amount.
     rest = dict(corpus=corpus, dim=dim, depth=depth, tokens=int(tokens), lr=lr, scored=scored, limit=limit)
     sizes = {n: dict(length=n, batch=batch * length // n) for n in (length, *(n for _, n in variants))}
     kinds: list[Arm] = [dict(what="static" if n == length else "plain", **sizes[n]) for n in sizes]
     kinds += [dict(what="fast", decay=decay, **sizes[n]) for decay, n in variants]
+    kinds += [dict(what="cache", **sizes[length]), *(dict(what="fast", refresh=C, **sizes[length]) for C in refreshes)]
     found = [dict(kind, body=body, seed=seed, **rest) for seed in range(seeds) for body in bodies for kind in kinds]
     corpora, kept = dict.fromkeys((corpus, "stdlib-bytes")), dict(dim=dim, depth=depth, scored=scored, limit=limit)
     return found + [dict(what="cost", body=body, seed=0, corpus=c, **kept) for body in bodies for c in corpora]
@@ -80,7 +85,7 @@ def arms(
 
 def cost(arm: Arm) -> float:
     """Seconds of an arm on a shared GPU; dynamic evaluation takes the most."""
-    return {"static": 180, "fast": 100, "plain": 50}.get(arm["what"], 5)
+    return {"static": 180, "fast": 100, "plain": 50, "cache": 50}.get(arm["what"], 5)
 
 
 def data(arm: Arm) -> tuple[str, ...]:
@@ -116,7 +121,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     # The same documents in every mode, from first token to last.
     docs = documents(found, "test", arm["scored"])
     counts = np.bincount(found.train, minlength=found.vocab)
-    modes = dict(fast=("fast", "restart", "slow"), static=("static", "dynamic"), plain=("static",))[arm["what"]]
+    modes = MODES["refreshed" if "refresh" in arm else arm["what"]]
     rows = []
     for i, mode in enumerate(modes):
         report(0.8 + 0.06 * i, f"{arm['body']}: scoring {mode}")
@@ -126,51 +131,25 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     return rows
 
 
-def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, tuple[float, float, float]]:
-    """What `mode` gains over the static model trained on the same windows.
-
-    Args:
-        rows: results.
-        mode: "fast", "restart", "slow" or "dynamic".
-        which: fields that the rows of the mode must have, such as decay=0.999.
-
-    Returns:
-        {(body, by, bin): nats per token, mean, lowest and highest over seeds}.
-    """
-    place = lambda r: tuple(r[name] for name in ("body", "by", "bin", "seed", "length"))  # noqa: E731
-    found = [r for r in rows if r["by"] != "cost"]
-    static = {place(r): r["nats"] for r in found if r["mode"] == "static"}
-    pairs = [
-        r | dict(gain=static[place(r)] - r["nats"])
-        for r in found
-        if r["mode"] == mode and place(r) in static and which.items() <= r.items()
-    ]
-    return mean_over(pairs, ("body", "by", "bin"), "gain")
-
-
-def variants(rows: list[dict]) -> list[dict]:
-    """What tells the layers in these rows apart, short windows and little decay first."""
-    found = {(r["length"], -r["decay"]) for r in rows if "decay" in r}
-    return [dict(length=length, decay=-decay) for length, decay in sorted(found)]
-
-
 def table(rows: list[Row]) -> list[Row]:
-    """A line per body, mode, window and decay: perplexity, gain over the static model, time and operations per
+    """A line per body, mode, window, decay and refresh: perplexity, gain over the static model, time and operations per
     token.
     """
     whole = [r for r in rows if r["by"] == "all"]
     costs = {(r["body"], r["mode"]): r for r in rows if r["by"] == "cost" and r["corpus"] == rows[0]["corpus"]}
     shown = []
-    means = mean_over(whole, ("body", "mode", "length", "decay"), "nats")
-    for (body, mode, length, decay), (nats, _, _) in means.items():
-        spent = costs.get((body, mode), {})
-        gain = gains(whole, mode, length=length, **({} if decay is None else dict(decay=decay))).get((body, "all", 0))
+    means = mean_over(whole, ("body", "mode", "length", "decay", "refresh"), "nats")
+    for (body, mode, length, decay, refresh), (nats, _, _) in means.items():
+        spent = {} if refresh else costs.get((body, mode), {})
+        which = {name: x for name, x in (("decay", decay), ("refresh", refresh)) if x is not None}
+        gain = gains(whole, mode, length=length, **which).get((body, "all", 0))
         shown.append(
             dict(
                 body=body,
                 mode=mode,
                 window=length,
                 decay=decay,
+                refresh=refresh,
                 perplexity=math.exp(nats),
                 gain=gain[0] if gain else None,
                 microseconds=spent.get("microseconds"),
@@ -178,58 +157,6 @@ def table(rows: list[Row]) -> list[Row]:
             )
         )
     return shown
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Gain in nats by position, frequency and repetition, a row of panels per body."""
-    import numpy as np
-
-    from fastweights.lab.tasks.document_losses import BINS
-
-    names = dict(
-        position="position in the document",
-        frequency="times seen in training",
-        repetition="times seen before in the document",
-    )
-    bodies = list(dict.fromkeys(r["body"] for r in rows))
-    note = (
-        "Gain over the same model trained without learning, what is learned carried through the document (but for "
-        "squares). Dotted: where the windows of training end. Below -2 nats: cut off."
-    )
-    with plotting.figure(
-        path, 3, len(bodies), size=(4.4, 3.4), note=note, title="What a Fast Weight Layer gains, and where"
-    ) as axes:
-        # A row of panels per body: gain by position, by frequency in training, by repetition.
-        for line, body in zip(np.reshape(axes, (len(bodies), 3)), bodies, strict=True):
-            for ax, (by, name) in zip(line, names.items(), strict=True):
-                at = BINS[by]
-                for label, curve, look in _curves(rows):
-                    found = {at.index(b): v for (who, kind, b), v in curve.items() if (who, kind) == (body, by)}
-                    x = sorted(found)
-                    band = ([found[b][1] for b in x], [found[b][2] for b in x])
-                    plotting.curve(ax, x, [found[b][0] for b in x], label=label, band=band, **look)
-                ax.set_xticks(range(len(at)), [f"{a:,}+" for a in at])
-                ax.axhline(0, color=plotting.PAPER, linewidth=0.8)
-                ax.set_ylim(bottom=max(-2.0, ax.get_ylim()[0]))
-                for length in {k["length"] for k in variants(rows)} & set(at) if by == "position" else ():
-                    ax.axvline(at.index(length) - 0.5, color=plotting.PAPER, linewidth=1, linestyle=":")
-                ax.set(xlabel=name, title=f"{body} body")
-            line[0].set_ylabel("nats per token gained")
-        plotting.key(np.ravel(axes)[2], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
-
-
-def _curves(rows: list[Row]) -> list[tuple[str, dict, dict[str, Any]]]:
-    """(label, gains, look) of dynamic evaluation, of each layer, and of the published one, which starts afresh."""
-    kinds = variants(rows)
-    curves = [("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.colour("linear")))]
-    for kind in kinds:
-        decay = f"decay {kind['decay']:g}" if kind["decay"] < 1 else "no decay"
-        look = dict(color=COLOURS[kind["decay"]], dashed=kind["length"] > kinds[0]["length"])
-        curves.append((f"{decay}, windows of {kind['length']:,}", gains(rows, "fast", **kind), look))
-    for kind in [k for k in kinds if k["decay"] == 1][-1:]:
-        label, look = f"the same, restarted every {kind['length']:,}", dict(color=plotting.INK, marker="s")
-        curves.append((label, gains(rows, "restart", **kind), look))
-    return curves
 
 
 def size(rows: list[Row]) -> str:
@@ -254,15 +181,14 @@ def _learning_gains(rows: list[Row]) -> tuple[Verdict, str]:
     whole, slow = gains(rows, "restart", **form), gains(rows, "slow", **form)
     learned = {body: whole[body, "all", 0][0] - slow[body, "all", 0][0] for body in _bodies(rows)}
     said = [
-        f"{body} body {whole[body, 'all', 0][0]:+.3f} nats: {slow[body, 'all', 0][0]:+.3f} by the slow part alone and "
-        f"{gain:+.3f} by learning"
+        f"{body} body {whole[body, 'all', 0][0]:+.3f} nats: {slow[body, 'all', 0][0]:+.3f} by the slow part alone "
+        f"and {gain:+.3f} by learning"
         for body, gain in learned.items()
     ]
     return less((-gain, 0.0) for gain in learned.values()), "; ".join(said)
 
 
 def _bodies(rows: list[Row]) -> list[str]:
-    """Names of the bodies, in the order of the rows."""
     return list(dict.fromkeys(r["body"] for r in rows))
 
 
@@ -303,9 +229,41 @@ def _decay_carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     return held(x > 0 for x in beyond.values()), ", ".join(f"{body} body {x:+.3f} nats" for body, x in beyond.items())
 
 
+def _refreshed(rows: list[Row], mode: str, by: str = "all", at: int = 0) -> dict[tuple[str, int], float]:
+    """Gains of refreshed layers in one bin: {(body, tokens between updates): nats}."""
+    every = refreshes(rows)
+    found = {C: gains(rows, mode, refresh=C) for C in every}
+    return {(body, C): found[C][body, by, at][0] for body in _bodies(rows) for C in every}
+
+
+def _refreshed_gains(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether refreshed layers lose less with learning than without, at every refresh and with each body."""
+    whole, slow = _refreshed(rows, "fast"), _refreshed(rows, "slow")
+    said = [
+        f"{body} body, every {C}: {whole[body, C]:+.3f} nats, {whole[body, C] - slow[body, C]:+.3f} by learning"
+        for body, C in whole
+    ]
+    return less((-whole[k], -slow[k]) for k in whole), "; ".join(said)
+
+
+def _refreshed_grows(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether a refreshed layer, which forgets nothing, gains more past 4,096 words than before 256."""
+    early, late = (_refreshed(rows, "fast", "position", at) for at in (0, 4096))
+    said = [f"{body} body, every {C}: {late[body, C]:+.3f} against {early[body, C]:+.3f} nats" for body, C in late]
+    return less((early[k], late[k]) for k in late), ", ".join(said)
+
+
+def _with_cache(rows: list[Row]) -> tuple[Verdict, str]:
+    """Whether layer and cache together gain at least what dynamic evaluation of all weights gains."""
+    both, dynamic = _refreshed(rows, "both"), gains(rows, "dynamic")
+    shares = {(body, C): gain / dynamic[body, "all", 0][0] for (body, C), gain in both.items()}
+    said = ", ".join(f"{body} body, every {C}: {share:.0%} of it" for (body, C), share in shares.items())
+    return held(share >= 1 for share in shares.values()), said
+
+
 LITTLE_MORE = 1.5  # times the operations of static reading: what "relatively little extra compute" may be
-_SCORED, _COST = dict(what=("static", "plain", "fast")), dict(what="cost")
-# Six of the abstract and Figure 2, and one of our own.
+_SCORED, _COST = dict(what=("static", "plain", "fast", "cache")), dict(what="cost")
+# Six of the abstract and Figure 2, and four of our own.
 CLAIMS = (
     Claim(
         "learning-gains",
@@ -343,6 +301,30 @@ CLAIMS = (
         "not tried",
         OURS,
         _decay_carries_on,
+        _SCORED,
+    ),
+    Claim(
+        "refreshed-gains",
+        "With gradients at the weights as they have become, learning from the document gains.",
+        "not tried",
+        OURS,
+        _refreshed_gains,
+        _SCORED,
+    ),
+    Claim(
+        "refreshed-needs-no-decay",
+        "Such a layer forgets nothing and gains more the further into the document.",
+        "not tried",
+        OURS,
+        _refreshed_grows,
+        _SCORED,
+    ),
+    Claim(
+        "layer-and-cache",
+        "Such a layer and a neural cache together gain at least as much as dynamic evaluation of all weights.",
+        "not tried",
+        OURS,
+        _with_cache,
         _SCORED,
     ),
 )

@@ -9,6 +9,7 @@ import torch
 from fastweights.lab.engine import captured_steps
 from fastweights.lab.tasks import corpora
 from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
+from fastweights.torch.cache import NeuralCache, recorded
 
 SEGMENT = 64  # tokens between updates of dynamic evaluation
 READ = 1024  # tokens read at a time otherwise
@@ -41,7 +42,8 @@ def score(
         model: with a Fast Weight Layer.
         docs: (tokens,) each.
         mode: "static", nothing is learned; "fast", the layer learns; "restart", what it has learned is dropped after
-            every `window` tokens, while the body's memory is not; "slow", as "static"; "dynamic", all weights learn.
+            every `window` tokens, while the body's memory is not; "slow", as "static"; "cache" and "both", as "static"
+            and "fast" with a neural cache; "dynamic", all weights learn.
         device: "cpu" or "cuda".
         found: the corpus, whose training text says how large gradients are.
         lr: of dynamic evaluation.
@@ -63,14 +65,18 @@ def score(
 def _carried(model: Any, row: torch.Tensor, mode: str, window: int) -> np.ndarray:
     """Losses of one document (1, T), read in pieces with its memory carried."""
     losses: list[torch.Tensor] = []
-    state = model.init_state(1)
-    piece = min(READ, window)
+    state, cache, cached = model.init_state(1), NeuralCache(), None
+    piece, learn = min(READ, window), mode in ("fast", "restart", "both")
     for at in range(0, row.shape[1] - 1, piece):
         if mode == "restart" and at % window == 0:
             state = state._replace(fast=model.init_state(1).fast)
         part = row[:, at : at + piece + 1]
-        scores = model.score(part[:, :-1], part[:, 1:], state, learn=mode in ("fast", "restart"))
-        losses, state = [*losses, scores.loss[0].float()], scores.state
+        with recorded(model.norm) as seen:
+            scores = model.score(part[:, :-1], part[:, 1:], state, learn=learn, slow=False)
+        loss, state = scores.loss.float(), scores.state
+        if mode in ("cache", "both"):
+            loss, cached = cache.score(seen[0], part[:, 1:], loss, cached)
+        losses.append(loss[0])
     return torch.cat(losses).cpu().numpy()
 
 

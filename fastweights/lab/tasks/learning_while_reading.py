@@ -14,13 +14,14 @@ from fastweights.lab.engine.results import Arm, Row
 from fastweights.lab.tasks import models
 from fastweights.lab.tasks.corpora import Text
 from fastweights.lab.tasks.document_losses import READ, SEGMENT, documents, score
+from fastweights.models.language_model import State
 
 SLOW_SHARE = 0.5  # of the layer that has learned nothing in the loss that is trained, as in the application
 RATES = (3e-5, 1e-4, 3e-4)  # of dynamic evaluation
 
 
 def make(arm: dict, vocab: int) -> Any:
-    """The model of an arm: its body, and a Fast Weight Layer with the arm's decay."""
+    """The model of an arm: its body, and a Fast Weight Layer, refreshed or with the arm's decay."""
     model = models.build(
         [arm["body"]] * arm["depth"],
         vocab,
@@ -29,6 +30,7 @@ def make(arm: dict, vocab: int) -> Any:
         conv=4,
         window=256 if arm["body"] == "softmax" else 0,
         head="fwl",
+        refresh=arm.get("refresh", 0),
         fast_hidden=2 * arm["dim"] - 16,
         dropout=0.1 if vocab > 256 else 0.0,
     )
@@ -46,9 +48,13 @@ def train(model: Any, found: Text, arm: Arm, device: str, report: Callable[[floa
     batch, length, learn = arm["batch"], arm["length"], arm["what"] == "fast"
     stream = torch.from_numpy(found.train).to(device)
     places = torch.Generator().manual_seed(arm["seed"])
+    fresh = State([None] * len(model.blocks), None) if "refresh" in arm else None  # nothing waits: no number is read
+    if fresh is not None:
+        with torch.no_grad():
+            model.fast.start_steps(model(stream[None, : min(length, len(stream))])[0])
 
     def objective(rows: torch.Tensor) -> torch.Tensor:
-        scores = model.score(rows[:, :-1], rows[:, 1:], learn=learn)
+        scores = model.score(rows[:, :-1], rows[:, 1:], fresh, learn=learn)
         if not learn:
             return scores.loss.mean()
         return (1 - SLOW_SHARE) * scores.loss.mean() + SLOW_SHARE * scores.slow.mean()
