@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,8 @@ class DynamicEvaluation:
         self.segment, self.context, self.carry, self.clip, self.call = segment, context, carry, clip, call
         self.named, self.statistics = named, statistics
         self.cache, self._recorded = cache, None if cache is None else _features(model, features)
-        self.graph, self._graphs = graph, cast(dict[Any, Any], {})
+        self.graph = graph
+        self._graphs: dict[Any, Any] = {}
         self._cached: CacheState | None = None
         self._before: list[tuple[Tensor, bool]] | None = None
 
@@ -316,17 +317,13 @@ class DynamicEvaluation:
         return loss.detach(), grads, map_tensors(Tensor.detach, state) if self.carry else None
 
     def _captures(self, tokens):
-        """Whether segments are replayed as a CUDA graph: on a GPU, where nothing but the tokens changes and none looks
-        on.
-        """
-        alone = not self.carry and self.cache is None and not torch.is_autocast_enabled("cuda")
-        return alone and graphs.refuses(tokens) is None and (self.graph or not _hooked(self.model))
+        """Whether segments are replayed as a CUDA graph: where nothing but the tokens changes and no hook looks on."""
+        if self.carry or self.cache is not None or torch.is_autocast_enabled("cuda") or graphs.refuses(tokens):
+            return False
+        return self.graph or not any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules())
 
     def _replayed(self, tokens, labels):
-        """(losses, gradients ...) of a segment: the second of a shape is captured, later ones are replayed.
-
-        The weights stay where they are and change in place, so that a graph sees them as they have become.
-        """
+        """(losses, gradients ...) of a segment, from the second of its shape on as a graph: weights change in place."""
 
         def run(tokens, labels):
             loss, grads, _ = self._gradients(tokens, labels, None)
@@ -350,8 +347,9 @@ class DynamicEvaluation:
         back.
         """
         grads = list(grads)
-        weights, trained = list(self.named.values()), [self._trained[n] for n in self.named]
-        back = torch._foreach_sub(trained, weights) if self.decay else None
+        weights: list[Tensor] = list(self.named.values())
+        trained = [self._trained[n] for n in self.named]
+        back: Any = torch._foreach_sub(trained, weights) if self.decay else None
         if self.clip is not None:
             norm = torch.stack(torch._foreach_norm(grads)).norm()
             grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-12)).clamp(max=1.0))
@@ -375,11 +373,6 @@ class DynamicEvaluation:
             return {n: (r + self.eps, self.decay * r) for n, r in roots.items()}
         mean = torch.stack([r.mean() for r in roots.values()]).mean()
         return {n: (r + self.eps, (self.decay * r / mean).clamp(max=1.0)) for n, r in roots.items()}
-
-
-def _hooked(model):
-    """Whether anything looks at calls of the model or of its parts, which a replayed graph would not show it."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def _features(model, features):

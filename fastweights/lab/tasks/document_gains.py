@@ -83,7 +83,9 @@ def plot(rows: list[Row], path: Path) -> None:
 def _curves(rows: list[Row]) -> list[tuple[str, dict, dict[str, Any]]]:
     """(label, gains, look) of dynamic evaluation, of each layer, and of the published one, which starts afresh."""
     kinds = variants(rows)
-    curves = [("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.colour("linear")))]
+    curves: list[tuple[str, dict, dict[str, Any]]] = [
+        ("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.colour("linear")))
+    ]
     for C in refreshes(rows)[-1:]:
         curves.append((f"refreshed every {C}", gains(rows, "fast", refresh=C), dict(color=plotting.PALETTE[0])))
         look = dict(color=plotting.PALETTE[0], dashed=True)
