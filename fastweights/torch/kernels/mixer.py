@@ -98,7 +98,7 @@ def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
         return mixer_operators.mix(config, given)
     given = Given(*(None if x is None else aligned(x) for x in given))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        y, memory, last = Mix.apply(config, *given)
+        y, memory, last = _apply(config, *given)
     else:
         y, memory, last = forward(config, given, save=False)[:3]
     return y, AttentionState(memory, None, last)
@@ -322,6 +322,10 @@ class Mix(torch.autograd.Function):
         if dy is None:
             dy = given.p.new_zeros((*given.p.shape[:2], ctx.config.heads * ctx.config.value_width))
         return None, *backward(ctx.config, dy, dmemory, dlast, given, saved)
+
+
+# `Function.apply` binds arguments to defaults for the sake of transforms, which never come here: its base will do.
+_apply = super(torch.autograd.Function, Mix).apply
 
 
 def _differentiable(config, given, ups):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastweights.torch.kernels.launch import (
     Launch,
+    allocator,
     compile_together,
     current_stream,
     is_current,
@@ -66,7 +67,8 @@ class Plan:
         self.steps: list[Launch | tuple[Callable, tuple, int]] = []
         self.program: list[tuple[Callable, tuple | None, int]] | None = None
         self.rest: list[Tensor | None] = []  # constants by place after the inputs, None for what each run allocates
-        self.fresh: list[tuple[int, int, torch.dtype | None, tuple]] = []  # what each run allocates: see `_source`
+        self.fresh: list[tuple[int, tuple, tuple, torch.dtype]] = []  # what each run allocates: place and kind
+        self.allocate = allocator(device)
         self.results: Any = None  # the places that the caller wants: one, or a list; nothing else need be a tensor
         self.shared: list[tuple[int, int]] = []  # (place, offset) of what lies in one allocation of `room` bytes
         self.room = self.block = 0  # block: the place of that allocation
@@ -109,21 +111,13 @@ class Plan:
         given = len(self.inputs)
         self.rest = [None if type(buffer) is tuple else buffer for buffer in self.buffers[given:]]
         self.fresh = [
-            (place, *self._source(buffer[1]), buffer[0])
+            (place, buffer[0], _strides(buffer[0]), buffer[1])
             for place, buffer in enumerate(self.buffers)
             if type(buffer) is tuple
         ]
         self.program = [
             (launcher(step, self.device), None, 0) if isinstance(step, Launch) else step for step in self.steps
         ]
-
-    def _source(self, dtype):
-        """(place of an input to make a tensor like, the dtype if it is another): cheaper than by dtype and device."""
-        there = [slot for slot in self.inputs if slot is not None]
-        for slot in there:
-            if slot.dtype == dtype:
-                return slot.place, None
-        return there[0].place, dtype
 
     def _share(self):
         """Put what only launches see into one allocation: to allocate costs the host as much as to launch."""
@@ -158,22 +152,25 @@ class Plan:
         if self.program is None:
             self.finish()
         device = self.device
+        if device.type != "cuda" or is_current(device):
+            return self._run(given)
+        with torch.cuda.device(device):
+            return self._run(given)
+
+    def _run(self, given):
+        """`run` with the plan's device as the current one."""
         # Buffers of one run are new every time, since results outlive it; constants stay.
-        tensors: list[Any] = [*given, *self.rest]
-        for place, source, dtype, shape in self.fresh:
-            like = tensors[source]
-            tensors[place] = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
-        if device.type != "cuda":
-            self._go(tensors, tensors, 0)
-        elif is_current(device):
+        tensors = [*given, *self.rest]
+        for place, shape, strides, dtype in self.fresh:
+            tensors[place] = self.allocate(shape, strides, dtype)
+        if self.device.type == "cuda":
             self._launch(tensors)
         else:
-            with torch.cuda.device(device):
-                self._launch(tensors)
+            self._go(tensors, tensors, 0)
         return tensors
 
     def _launch(self, tensors):
-        """All steps on a GPU, which is the current one."""
+        """All steps on a GPU."""
         where = [None if x is None else x.data_ptr() for x in tensors]
         where.append(None)  # launches take what is absent from the end
         if self.shared:
@@ -190,6 +187,11 @@ class Plan:
             else:
                 tensors[out] = x = function(*[None if i is None else tensors[i] for i in slots])
                 where[out] = x if where is tensors else x.data_ptr()
+
+
+def _strides(shape):
+    """Those of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def aligned(x: Tensor) -> Tensor:
