@@ -18,16 +18,23 @@ elsewhere = pytest.mark.skipif(DEVICE == "cuda" or kernels.INTERPRETED, reason="
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh memory is NaN, a kernel's scratch of bytes too, so that an element left unwritten cannot pass."""
+    from fastweights.torch.kernels.plan import Plan
+
+    def filled(x):
+        if x.dtype == torch.uint8:
+            return x.fill_(255)  # four bytes of it are a NaN of float32, two one of bfloat16
+        return x.fill_(float("nan")) if x.dtype.is_floating_point else x
+
+    def allocate(plan, given, _make=Plan._allocate):
+        tensors = _make(plan, given)
+        for place, *_ in plan.fresh:
+            filled(tensors[place])
+        return tensors
+
+    monkeypatch.setattr(Plan, "_allocate", allocate)
     for name in ("empty", "empty_like"):
         make = getattr(torch, name)
-
-        def poisoned(*a, _make=make, **kw):
-            x = _make(*a, **kw)
-            if x.dtype == torch.uint8:
-                return x.fill_(255)  # four bytes of it are a NaN of float32, two one of bfloat16
-            return x.fill_(float("nan")) if x.dtype.is_floating_point else x
-
-        monkeypatch.setattr(torch, name, poisoned)
+        monkeypatch.setattr(torch, name, lambda *a, _make=make, **kw: filled(_make(*a, **kw)))
 
 
 def run_in_the_interpreter(*files):

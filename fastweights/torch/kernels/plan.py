@@ -159,14 +159,18 @@ class Plan:
 
     def _run(self, given):
         """`run` with the plan's device as the current one."""
-        # Buffers of one run are new every time, since results outlive it; constants stay.
-        tensors = [*given, *self.rest]
-        for place, shape, strides, dtype in self.fresh:
-            tensors[place] = self.allocate(shape, strides, dtype)
+        tensors = self._allocate(given)
         if self.device.type == "cuda":
             self._launch(tensors)
         else:
             self._go(tensors, tensors, 0)
+        return tensors
+
+    def _allocate(self, given):
+        """All tensors by place: buffers of one run are new every time, since results outlive it; constants stay."""
+        tensors = [*given, *self.rest]
+        for place, shape, strides, dtype in self.fresh:
+            tensors[place] = self.allocate(shape, strides, dtype)
         return tensors
 
     def _launch(self, tensors):
