@@ -26,12 +26,14 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token, 1 draws as the model says.
         top_k: number of likeliest tokens to choose among; 0 for all.
         top_p: probability that these have together, the likeliest first.
+        min_p: probability that a token needs, as a share of the likeliest one's; 0 for any.
         seed: the same seed writes the same text.
     """
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class Sampling:
             raise FastWeightError(f"top_k is {self.top_k}; expected the number of tokens to choose from, or 0 for all")
         if not 0 < self.top_p <= 1:
             raise FastWeightError(f"top_p is {self.top_p}; expected above 0 and at most 1: the probability to keep")
+        if not 0 <= self.min_p <= 1:
+            raise FastWeightError(f"min_p is {self.min_p}; expected from 0 to 1: a share of the likeliest token's")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """One token for logits (V,), with this source of chance."""
@@ -57,6 +61,8 @@ class Sampling:
         p = logits.softmax(-1)
         if order is not None and self.top_p < 1:
             p = torch.where(p.cumsum(-1) - p < self.top_p, p, 0.0)  # the likeliest always stays
+        if self.min_p:
+            p = torch.where(p >= self.min_p * p.amax(-1, keepdim=True), p, 0.0)
         total = p.cumsum(-1)
         found = torch.searchsorted(total, noise[:, None].to(total) * total[:, -1:], right=True)
         found = found.clamp(max=p.shape[-1] - 1)  # noise that rounds up to 1

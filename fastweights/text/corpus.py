@@ -11,6 +11,8 @@ from fastweights.core import FastWeightError
 
 SPLITS = ("train", "valid", "test")
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Folders of the standard library that are tables, or programs and tools written apart from its modules
+APART = {"encodings", "pydoc_data", "idlelib", "lib2to3", "distutils", "tkinter", "turtledemo"}
 PIECES = ((0.0, 0.9), (0.9, 0.95), (0.95, 1.0))  # of a corpus of fewer files than splits
 
 
@@ -26,8 +28,9 @@ def documents(spec: str) -> Iterator[Document]:
     """The documents of a corpus in a fixed order; empty and binary ones left out.
 
     Args:
-        spec: "stdlib", the source code of the running Python's standard library; a file; a folder, all files in it; or
-            "hf:NAME[:CONFIG]", a dataset that `datasets` streams.
+        spec: "stdlib", the source code of the running Python's standard library; "stdlib-modules", the same without
+            its tables of characters and its applications; a file; a folder, all files in it; or "hf:NAME[:CONFIG]",
+            a dataset that `datasets` streams.
     """
     if spec.startswith("hf:"):
         yield from _hugging_face(spec)
@@ -44,9 +47,10 @@ def files(spec: str) -> tuple[Path, list[Path]]:
 
     Hidden files, and the standard library's tests and installed packages, are left out.
     """
-    if spec == "stdlib":
+    if spec in ("stdlib", "stdlib-modules"):
         root = Path(sysconfig.get_paths()["stdlib"])
-        return root, sorted(p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
+        skipped = SKIPPED | (APART if spec == "stdlib-modules" else set())
+        return root, sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     root = Path(spec)
     if root.is_file():
         return root.parent, [root]
