@@ -12,10 +12,12 @@ def info(
 ) -> None:
     """Say what is installed here, which method "auto" chooses, and why.
 
-    A program says the same of every call, in lines of Python's own logging: `logging.basicConfig(level="DEBUG")`.
+    It prints the versions of this package, Python and the frameworks, the processor and GPUs, and for each device and
+    length of text the way in which `fast_weight(..., method="auto")` would compute the memory: recurrent, chunked or
+    kernel.
 
-    Versions of this package, Python and the frameworks, the processor and GPUs, and for each device and length of text
-    the way in which `fast_weight(..., method="auto")` would compute the memory: recurrent, chunked or kernel.
+    To learn the same of every call in a program of yours, turn on Python's own logging:
+    `logging.basicConfig(level="DEBUG")`.
 
     For example: `fastweights info --json > info.json`
     """

@@ -194,6 +194,9 @@ def generate(
     memory: FromMemory = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 400,
     until: Annotated[str, typer.Option(help="Text after which to stop.")] = "",
+    whole_lines: Annotated[
+        bool, typer.Option("--whole-lines", help="Write line by line, and leave out a last line without its end.")
+    ] = False,
     temperature: Annotated[
         float, typer.Option(help="Temperature of the choice of tokens; 0 takes the likeliest.")
     ] = 0.8,
@@ -201,6 +204,9 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Probability that the tokens to choose among have together, the likeliest first.")
     ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Probability that a token needs, as a share of the likeliest one's; 0 for any.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice: the same seed writes the same text.")] = 0,
     learn: Annotated[bool, typer.Option(help="Let a Fast Weight Layer learn from the text it writes.")] = True,
     cache: Annotated[bool, typer.Option("--cache", help="Mix in a neural cache of the prompt and the output.")] = False,
@@ -221,7 +227,7 @@ def generate(
     from fastweights.models.run_folder import load
     from fastweights.torch import NeuralCache
 
-    how = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    how = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     model = load(run, device=device)
     before = None if memory is None else Memory.load(memory, model)
     mixed: dict[str, Any] = dict(cache=NeuralCache()) if cache else {}
@@ -232,10 +238,11 @@ def generate(
         before = model.read(prompt, before)
     sys.stdout.write(prompt)
     written = generation.generate(model, before, tokens, how, learn=learn, **mixed)
-    for piece in generation.text_of(model, written, until):
+    pieces = generation.text_of(model, written, until)
+    for piece in generation.lines_of(pieces) if whole_lines else pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
-    sys.stdout.write("\n")
+    sys.stdout.write("" if whole_lines else "\n")
 
 
 def read(

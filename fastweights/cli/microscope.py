@@ -32,8 +32,10 @@ def inspect(
 ) -> None:
     """Show what a model's memories did with a text: one HTML page that needs no network.
 
-    The text coloured by surprise, with memory, without, and rolled back; where each token's read came from and what
-    its write took out, exactly; how strongly every head wrote, erred, filled up and forgot.
+    The page shows the text, coloured by how much each token surprised the model, with its memory and without it. For a
+    token that you choose it shows which earlier tokens its prediction was read from, and what its own write took out of
+    the memory. Charts show for every head how strongly it wrote, how wrong it was, how full it became and how soon it
+    forgot.
 
     For example: `fastweights inspect runs/first README.md -o page.html`
     """

@@ -1,6 +1,6 @@
 """Generation: one token at a time from a memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,3 +184,16 @@ def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Ite
     rest = decoder.decode(b"", final=True)
     if rest:
         yield rest
+
+
+def lines_of(pieces: Iterable[str]) -> Iterator[str]:
+    """Whole lines, each when its end is there; a last line without one is left out, as the text stopped within it.
+
+    Examples:
+        >>> list(lines_of(["def f", "():\\n    re", "turn 1\\n    x ="]))
+        ['def f():\\n', '    return 1\\n']
+    """
+    line = ""
+    for piece in pieces:
+        *whole, line = (line + piece).split("\n")
+        yield from (text + "\n" for text in whole)

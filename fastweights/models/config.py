@@ -75,7 +75,7 @@ class Config:
     """
 
     # What is read.
-    data: str = _of("stdlib", "Documents to train on: stdlib, a file, a folder, or hf:NAME[:CONFIG].")
+    data: str = _of("stdlib", "Documents to train on: stdlib, stdlib-modules, a file, a folder, or hf:NAME[:CONFIG].")
     tokenizer: str = _of("bytes", "Tokenizer: bytes, bpe:SIZE trained on the corpus, or a tokenizer.json.")
     # The blocks.
     model: str = _of("gated-delta", "Mixer of every block: transformer, linear, performer, delta, gated-delta or lstm.")
@@ -91,20 +91,20 @@ class Config:
     head: str = _of("fwl", "Output layer: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
     refresh: int = _of(
-        32, "Tokens between updates of the Fast Weight Layer, each at its current weights; 0 for the published layer."
+        32, "Tokens between updates of the Fast Weight Layer; 0 for the published one, a sum of gradients at trained weights."
     )
-    within: str = _of("held", "How it answers the tokens between updates: held, or cumulative, as published.")
-    fast_step: float = _of(1.0, "Steps that the Fast Weight Layer starts with; 1 moves an output by its gradient.")
-    fast_decay: float = _of(0.0, "Share of what it learned that it keeps per token; 0 for all (published: 0.999).")
-    fast_clip: float = _of(0.0, "Largest norm of a token's gradient at each of its layers; 0 for any.")
-    start: str = _of("", "Trained run whose weights are kept; its Fast Weight Layer alone is trained.", "--from")
+    within: str = _of("held", "What answers between updates: held, its weights at the last one; cumulative, with later gradients added.")
+    fast_step: float = _of(1.0, "Step size before training changes it; 1 moves an output by its own gradient.")
+    fast_decay: float = _of(0.0, "Share of what was learned that is kept per token; 0 for all (published: 0.999).")
+    fast_clip: float = _of(0.0, "Largest norm of one token's gradient in the Fast Weight Layer; 0 for any.")
+    start: str = _of("", "Trained run to start from: its weights stay, and a Fast Weight Layer alone is trained.", "--from")
     # How text is cut into segments, and what is carried between them.
     dropout: float = _of(0.0, "Share of features dropped after every mixer and feed-forward layer.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")
     context: str = _of(
         "carried", "Memory between segments: carried (it goes on) or packed (every segment starts anew)."
     )
-    forget: float = _of(0.1, "Share of carried segments that start with an empty memory all the same.")
+    forget: float = _of(0.1, "Share of segments that start with an empty memory although memory is carried.")
     length: int = _of(256, "Tokens per segment, the span of backpropagation.")
     batch: int = _of(8, "Segments per step and device.")
     # How long and how fast it is trained.
@@ -115,7 +115,7 @@ class Config:
     step_lr: float = _of(0.02, "Peak learning rate of the logarithms of the Fast Weight Layer's steps.")
     final_lr: float = _of(0.05, "Share of the peak learning rate that is left at the end of the cosine.")
     warmup: int = _of(50, "Steps in which the learning rate rises to its peak.")
-    clip: float = _of(1.0, "Largest norm of the gradient; a longer one is cut to it.")
+    clip: float = _of(1.0, "Largest norm of the gradient; a longer one is scaled down to it.")
     weight_decay: float = _of(0.1, "Weight decay of the matrices.")
     seed: int = _of(0, "Seed of the weights, the order of documents and dropout.")
     eval_every: int = _of(200, "Steps between validations and checkpoints.")
@@ -126,7 +126,7 @@ class Config:
         None, "Compile the blocks with torch.compile; when absent, on a GPU.", "--compile/--no-compile"
     )
     checkpointing: bool = _of(False, "Recompute blocks in the backward pass to save memory.")
-    parallel: str = _of("none", "How the processes of torchrun share the work: ddp or fsdp.")
+    parallel: str = _of("none", "How the processes of torchrun share the work: none, ddp or fsdp.")
     patience: float = _of(30.0, "Minutes that a process waits for the others before it gives them up as lost.")
 
     def __post_init__(self) -> None:
