@@ -29,11 +29,14 @@ class RefreshState(NamedTuple):
     B sequences, D the width of the body, F the hidden width, `size` that of the block, C = `refresh`.
 
     Attributes:
-        dense1, dense2, norm: (B, 1, D + 1, F), (B, 1, F + 1, size) and (B, 1, 1, 2 size), the change of the weights
-            that was learned before the chunk that is being read. The added row is the bias.
-        pending: (B, C, D), the tokens of that chunk, as the body made them.
-        labels, shares: (B, C), their labels, and their weights over the normaliser, 0 where a label is not known yet.
-        waiting: (B,), how many of the C tokens there are.
+        dense1: (B, 1, D + 1, F), what was learned of the first layer: the change of its weights until the chunk that is
+            being read. The last row is the bias.
+        dense2: (B, 1, F + 1, size), the same of the second layer.
+        norm: (B, 1, 1, 2 size), the same of the layer norm, scale and shift.
+        pending: (B, C, D), the inputs of the chunk that is being read.
+        labels: (B, C), the label of each of these tokens.
+        shares: (B, C), the weight of each label over the normaliser; 0 where the label is not known yet.
+        waiting: (B,), how many of the C tokens have been read.
 
     Examples:
         >>> import torch

@@ -61,11 +61,12 @@ def attach(
         refresh: tokens between two steps of the layer, each at its weights as they are by then.
         step_size, clip: of these steps; the largest length of a gradient. `fastweights hf adapt` trains the step sizes.
         cache: True for a cache of 4,096 tokens, a `NeuralCache` of your own, or False.
-        where: matrices inside the model that learn too, once per forward pass, from its tokens: "middle" for the ends
-            of the feed-forward layers in the middle third of the model, "first", "last" or "all", or names as
-            `down_projections` returns. Twice the time of the model, and its gradients; more is learned. None for none.
-        body_step: step size of these; `clip` is that of their gradient too.
-        freeze: only the new parameters train.
+        where: matrices inside the model that learn from the text too, by one step after each forward pass: "first",
+            "middle", "last" or "all" for the down projections in that third of the model, or names as
+            `down_projections` returns. More is learned, in about twice the time and with the memory of a backward
+            pass. None for none.
+        body_step: step size of these matrices; `clip` also holds for their gradient.
+        freeze: whether the model's own parameters are frozen, so that training changes the new ones alone.
     """
     if hasattr(model, NAME):
         raise FastWeightError("a head is attached already; expected detach(model) first")

@@ -27,7 +27,7 @@ THIRDS = ("first", "middle", "last", "all")
 def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
     """Names of the matrices that end the feed-forward layers in a third of a model: `parameters` of dynamic evaluation.
 
-    They are few, and what is below them needs no gradient.
+    They are a small part of the weights, and no gradient is needed below the lowest of them.
 
     Args:
         model: a causal language model.

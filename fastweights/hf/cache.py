@@ -77,9 +77,9 @@ class FastWeightCache(Rows):
 
     Its size is the same after one token and after a million. `copy.copy` is a fork that goes its own way.
 
-    What has been read cannot be unread from a memory. Where a draft may be rejected (`activate_past_recording`, which
-    assisted generation calls), what the calls read is kept with the state before them, until the next `crop`; tokens
-    that stay of a call which is cut are read again with the next one.
+    A memory cannot take back what it has read. Assisted generation, which proposes tokens and rejects some of them,
+    therefore calls `activate_past_recording`: from then on the cache also keeps the state before each call and the
+    tokens of the call. `crop` goes back to such a state, and the tokens that were accepted are read again.
 
     Attributes:
         state: of the blocks and of the Fast Weight Layer, or None before the first token.
@@ -112,7 +112,7 @@ class FastWeightCache(Rows):
         self.recording = True
 
     def crop(self, tokens: int) -> None:
-        """Unread the last -tokens tokens, or, if positive, all but the first `tokens`."""
+        """Go back: a negative number takes back that many tokens, a positive one keeps that many from the start."""
         left = -tokens if tokens <= 0 else max(0, self.seen - tokens)
         if left and self.layers:
             raise FastWeightError(f"crop({tokens}) with an attached head; expected no crop: it keeps no record")

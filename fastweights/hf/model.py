@@ -289,7 +289,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         return torch.where((weight[nearest] == x).all(-1), nearest, -1)
 
     def init_continuous_batching(self, *args: Any, **how: Any) -> Any:
-        """Not here: its pages hold keys and values."""
+        """Refused with a FastWeightError: continuous batching pages keys and values, which a memory does not keep."""
         raise FastWeightError(
             "continuous batching is asked for; expected `generate` with a batch: its pages hold keys "
             "and values, which a memory does not have"

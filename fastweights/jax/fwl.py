@@ -127,8 +127,9 @@ class FWLBlock(nn.Module):
         Args:
             x, labels, weights: as for a call.
             state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
-            previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
-                first, with weight 1. When absent, it is forgotten: give known labels their weight.
+            previous_label: (B,) label of the last token of the part before, which waits in the state as its label was
+                not known: the first token of this part. It is learned first, with weight 1. When absent, that token is
+                never learned, unless its label was given, with a weight, in the part before.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row.
             logits: False leaves them None and holds a block of the vocabulary at a time.
 
@@ -317,7 +318,8 @@ def make_labels(
         >>> labels.tolist(), weights.tolist()
         ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
 
-    Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+    The weight is 0 for padding, before padding, for the last token, and at the end of each packed document: there is no
+    next token to learn there.
 
     Args:
         tokens: (B, T) whole numbers.

@@ -51,7 +51,10 @@ class Sampling:
         return int(self.pick(logits[None], torch.rand(1, generator=generator).to(logits.device)))
 
     def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """Tokens (B,) for logits (B, V) and noise (B,), uniform in [0, 1), which falls on one of them."""
+        """Draw a token for each row of logits (B, V): the one at which the cumulative probability passes noise (B,).
+
+        The noise is uniform in [0, 1), so that each token is drawn as often as its probability says.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
         logits, order = logits.float() / self.temperature, None

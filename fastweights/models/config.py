@@ -91,13 +91,16 @@ class Config:
     head: str = _of("fwl", "Output layer: linear, or fwl, a Fast Weight Layer, which learns from the text it reads.")
     fast_hidden: int = _of(0, "Hidden width of the Fast Weight Layer; 0 for 2 dim.")
     refresh: int = _of(
-        32, "Tokens between updates of the Fast Weight Layer; 0 for the published one, a sum of gradients at trained weights."
+        32, "Tokens between updates of the Fast Weight Layer; 0 for the published one, whose gradients just add up."
     )
-    within: str = _of("held", "What answers between updates: held, its weights at the last one; cumulative, with later gradients added.")
+    within: str = _of(
+        "held",
+        "Between updates the layer answers with its weights as they were (held) or with what came since (cumulative).",
+    )
     fast_step: float = _of(1.0, "Step size before training changes it; 1 moves an output by its own gradient.")
     fast_decay: float = _of(0.0, "Share of what was learned that is kept per token; 0 for all (published: 0.999).")
     fast_clip: float = _of(0.0, "Largest norm of one token's gradient in the Fast Weight Layer; 0 for any.")
-    start: str = _of("", "Trained run to start from: its weights stay, and a Fast Weight Layer alone is trained.", "--from")
+    start: str = _of("", "Trained run whose weights are kept; a Fast Weight Layer alone is trained.", "--from")
     # How text is cut into segments, and what is carried between them.
     dropout: float = _of(0.0, "Share of features dropped after every mixer and feed-forward layer.")
     window: int = _of(0, "Tokens that softmax attention looks back; 0 for --length.")

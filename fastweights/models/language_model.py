@@ -187,8 +187,8 @@ class LanguageModel(nn.Module):
             state: of an earlier call, to go on with the same texts; empty when absent.
             weights: (B, T), 0 where a Fast Weight Layer shall not learn from the label.
             documents: where documents start inside the rows, if they do.
-            learn: False: a Fast Weight Layer learns nothing.
-            slow: False: the loss of one that has learned nothing is not wanted.
+            learn: whether a Fast Weight Layer learns from the labels.
+            slow: whether to compute the loss of its trained weights alone as well.
         """
         state = self.init_state(len(tokens)) if state is None else state
         x, blocks = self(tokens, state, documents)
@@ -234,7 +234,8 @@ class LanguageModel(nn.Module):
         """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax.
 
         A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is.
-        full: whether as many tokens wait for a refreshed layer as it is refreshed after, where the caller knows.
+        full: where the caller knows it, whether a whole chunk of tokens waits to be learned by a refreshed layer; it
+            saves looking the number up on the device.
         """
         x, blocks = self(token[:, None], state)
         if self.fast is None:

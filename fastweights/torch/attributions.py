@@ -85,16 +85,20 @@ class Attribution:
 
     @torch.no_grad()
     def rows(self, tokens: int | Iterable[int] | None = None) -> Rows:
-        """How the reads of these tokens (all when absent) are made of values: `o = (weights @ v) + start`."""
+        """For each of these tokens, all when absent, the weight of every value in what it read.
+
+        `o = weights @ v + start`, where `start` is what the memory before the text contributed.
+        """
         own = 0 if self.before else self.writes - 1  # of a token's writes, the one beside which its query stands
         return self._rows(self._chosen(tokens) * self.writes + own, self.inputs, self.spec)
 
     @torch.no_grad()
     def overwritten(self, tokens: int | Iterable[int] | None = None) -> Rows:
-        """What the writes of these tokens (all when absent) took out of the memory: `removed = (weights @ v) + start`.
+        """For each of these tokens, all when absent, the weight of every value in what its write took out.
 
-        That is beta times what the key retrieved, in terms of the values that were stored. The sum rule takes nothing
-        out. With several writes per token there is a row for each write.
+        `removed = weights @ v + start`: beta times what its key retrieved before the write, in terms of the values that
+        had been written until then. The sum rule takes nothing out. With several writes per token there is a row for
+        each write.
         """
         x, chosen = self.inputs, self._chosen(tokens)
         chosen = (chosen[:, None] * self.writes + torch.arange(self.writes)).flatten()
@@ -106,11 +110,11 @@ class Attribution:
         return self._rows(chosen, x._replace(q=reader), self.spec._replace(read="before"))
 
     def top(self, tokens: int | Iterable[int] | None = None, n: int = 5) -> Sources:
-        """The n writes that each of these tokens' reads comes from most."""
+        """For each of these tokens, all when absent, the n earlier writes that contributed most to what it read."""
         return self._top(self.rows, tokens, n)
 
     def top_overwritten(self, tokens: int | Iterable[int] | None = None, n: int = 5) -> Sources:
-        """The n writes that each of these tokens' writes took most from."""
+        """For each of these tokens, all when absent, the n earlier writes of which its own write removed most."""
         return self._top(self.overwritten, tokens, n)
 
     def _top(self, rows: Callable[[Tensor], Rows], tokens, n):

@@ -204,16 +204,17 @@ class NeuralCache:
 
         Args:
             x: (B, T, D) features of the tokens.
-            tokens: (B, T) the tokens themselves, each the label of the one before it, across calls too.
-            logits: (B, K, V) the model's for what follows the last K of them, K <= T.
+            tokens: (B, T) the tokens themselves; each is the label of the token before it, also of the last token of
+                the call before.
+            logits: (B, K, V) the model's own logits of the token after each of the last K tokens, K <= T.
             state: what `answer` returned for the stream so far, or `score` for the text before it; an empty cache when
                 absent.
-            losses: (B, T) the model's own loss of each token; needed if K < T, that of a stream's first token counts
-                for nothing.
+            losses: (B, T) the model's own loss of each token, which is needed where K < T. The first token of a stream
+                has none, and whatever stands there is ignored.
             log_sums: (B, K) log of the summed exponentials of the logits, where they are known already.
             mask: (B, T) bool, False for padding on any side.
             overwrite: write the mixture's logits into `logits`, without gradients, instead of a copy.
-            learn: False answers from what the state holds, and returns it as it was.
+            learn: whether the tokens are written into the cache; without, the state is returned as it was.
         """
         B, T = x.shape[:2]
         check(x, dict(tokens=(tokens, (B, T)), losses=(losses, (B, T)), mask=(mask, (B, T))))

@@ -118,7 +118,7 @@ class GradientStatistics(dict[str, Tensor]):
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write as safetensors, to a temporary name first."""
+        """Write them to a safetensors file, which appears when it is complete."""
         from safetensors.torch import save_file
 
         temporary = Path(path).with_name(Path(path).name + ".part")
@@ -164,8 +164,8 @@ class DynamicEvaluation:
         clip: largest norm of a segment's gradient.
         call: how to call an unusual model: (model, tokens, state) -> (logits, state); logits of the last `segment`
             tokens are enough.
-        cache: a `NeuralCache` that reads along: losses are then those of its mixture, and the weights learn from the
-            model's own.
+        cache: a `NeuralCache` to mix into the predictions. The losses returned are those of the mixture; the weights
+            still learn from the loss of the model alone.
         features: with a cache, the module whose output are the features that it looks up, such as the last norm; the
             input of `model.get_output_embeddings()` when absent.
         graph: on a GPU, segments of one shape are a CUDA graph where no state is carried, there is no cache and no hook

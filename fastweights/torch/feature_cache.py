@@ -32,7 +32,8 @@ class FeatureCacheState(NamedTuple):
     Attributes:
         memory: (B, H, K, V + 1), for each of H decays the matrix S, and the sum z beside it as one more column.
         scores: (B, E) log likelihood that each expert has given to the text so far, less that of the best.
-        waiting, logits: as in `CacheState`.
+        waiting: as in `CacheState`.
+        logits: as in `CacheState`.
 
     Examples:
         >>> FeatureCache(256, features="relu").init_state(1, 16).memory.shape  # 256 tokens, features of width 16

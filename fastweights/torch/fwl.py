@@ -172,8 +172,9 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         Args:
             x, labels, weights: as for `forward`.
             state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
-            previous_label: (B,) label of the token that waits in the state, the first token of this part; it is learned
-                first, with weight 1. When absent, it is forgotten: give known labels their weight.
+            previous_label: (B,) label of the last token of the part before, which waits in the state as its label was
+                not known: the first token of this part. It is learned first, with weight 1. When absent, that token is
+                never learned, unless its label was given, with a weight, in the part before.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row.
             logits: False leaves them None and holds a block of the vocabulary at a time.
             slow: False leaves slow_loss None where a refreshed block does not need it.

@@ -15,7 +15,8 @@ def make_labels(
         >>> labels.tolist(), weights.tolist()
         ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
 
-    Weight 0 on padding, where the next token is padding, on the last token, and at the end of each packed document.
+    The weight is 0 for padding, before padding, for the last token, and at the end of each packed document: there is no
+    next token to learn there.
 
     Args:
         tokens: (B, T) whole numbers.

@@ -47,10 +47,11 @@ class LayerRecord:
     """What a Fast Weight Layer learned from a text, in NumPy arrays.
 
     Attributes:
-        loss, slow_loss: (B, T) of each token, in nats, by the layer as it has become and by its trained weights alone.
-            Of the heads of Hugging Face models: of each token that was read, by the features of the one before it; NaN
-            where there is none, as for the first token of a text. A cache that is attached beside a head is left out.
-        gain: slow_loss - loss.
+        loss: (B, T), the loss of each token in nats, by the layer with what it has learned until then. For the heads of
+            Hugging Face models a token is predicted from the features of the token before it, so the first token of a
+            text has NaN, and a cache that is attached beside the head is left out.
+        slow_loss: (B, T), the same by the layer's trained weights alone.
+        gain: (B, T), slow_loss - loss.
         step: (B, M) the norm of each change of its weights: one per token, or one per chunk where gradients are
             refreshed.
         at: (M,) tokens after the start of each step.

@@ -76,15 +76,16 @@ def fast_weight(
         state: (B, H, K, V) memory to start from, in float32 (float64 for float64 inputs); zeros when absent.
         cu_seqlens: (N + 1,) offsets of N sequences packed into one row (B = 1); state is then (N, H, K, V).
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
-        method: "recurrent", a loop over tokens; "chunked", parallel in chunks with a hand-written backward;
-            "kernel", the same in Triton (CUDA; no float64; with a decay per channel or an erase key, one token
-            without gradients alone), one launch for one token without gradients; "auto", kernel where it can run, else
-            recurrent for one token, else chunked. One token with gradients is recurrent.
-        features, norm: map q, k and erase first, as `feature_map(q, features, norm=norm)` would, except FAVOR+; K of
-            the state is then the width of the features. Kernels then keep q and k alone for the backward
-            pass, which makes the features anew.
-        writes: n writes per token: k, v, beta and erase have n T tokens, write j of token t at t n + j. A token decays
-            once, before its first write, and q reads after its last (or before its first).
+        method: how it is computed; all give the same result. "recurrent" is a loop over tokens. "chunked" computes a
+            chunk of tokens at once, by matrix products. "kernel" is the chunked form in Triton, for CUDA and not for
+            float64; with a decay per channel or an erase key it takes single tokens without gradients only. "auto"
+            takes the kernel where it can run, else "recurrent" for a single token and "chunked" for more.
+        features, norm: first replace q, k and erase by `feature_map(q, features, norm=norm)` and so on (any map but
+            FAVOR+). K of the state is then the width of the features. Kernels recompute the features in the backward
+            pass, so that only q and k are kept for it.
+        writes: n, the number of writes per token. k, v, beta and erase then have n T tokens, and write j of token t
+            stands at t n + j. A token decays once, before its first write; its query reads after its last write, or
+            before its first with `read="before"`.
         chunk_size: writes per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
             It changes speed alone.
         out_state: where to write the state after the last token, without gradients: `state` itself to overwrite it.

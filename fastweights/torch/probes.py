@@ -27,18 +27,18 @@ SAME = {"blocks": "block", "layers": "block", "layer": "block", "h": "block"}  #
 class MemoryRecord:
     """What one memory did, in NumPy arrays; each measurement is an attribute.
 
-    Of every write, (B, T, H): beta, decay, gain, value, retrieved, error, cosine, written.
-    Of the memory every `every` tokens, (B, M, H): norm, rank, capacity, interference, half_life; `at` (M,) says after
-    how many tokens.  `fastweights.torch.measures` defines them all.
+    Measured at every write, arrays (B, T, H): beta, decay, gain, value, retrieved, error, cosine, written.
+    Measured of the memory once every `every` tokens, arrays (B, M, H): norm, rank, capacity, interference, half_life;
+    `at` (M,) says after how many tokens. The module `fastweights.torch.measures` defines each of them.
 
     Calls of the same batch size follow one another in time, as the segments of a text do.
 
     Attributes:
         name: of the module that holds the memory.
         rule: "delta" or "sum".
-        writes: per token.
-        every: tokens between two marks.
-        calls: the measurements of each call, and its marks.
+        writes: number of writes per token.
+        every: tokens between two measurements of the memory.
+        calls: for each call of the layer its measurements by name, and the tokens after which they were taken.
         kept: with `keep=True`, the arguments of each call, for `attribution`.
     """
 
@@ -104,7 +104,8 @@ class Probe:
 
     Attributes:
         model: what is watched.
-        every, keep: as for `probe`.
+        every: tokens between two measurements of a memory.
+        keep: whether keys, queries and values are held for `attribution`.
         records: by name, in the order in which they were first written.
     """
 
