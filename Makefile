@@ -9,6 +9,7 @@
 # make kill    kill a run twenty times and resume it; make elastic  lose a worker of torchrun; make hang  stop one
 # make soak    10 million tokens through a model that learns; make steps  as many steps of the recurrence in float32
 # make oldest  install the oldest dependencies that are allowed, and run the tests of the library with them
+# make newest  the same with the newest that there are
 # make audit   ask for known weaknesses of the versions in constraints.txt
 # make clean   remove the environment and caches
 
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt# the versions that are tested; /dev/null takes the newest there are
 EXTRA ?= torch# of the wheel that `make release` tries
 
-.PHONY: test browser check bench format clean demo docs release fuzz properties kill elastic hang soak steps oldest audit
+.PHONY: test browser check bench format clean demo docs release fuzz properties kill elastic hang soak steps oldest newest audit
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
@@ -87,15 +88,18 @@ fuzz properties kill elastic soak steps: $(VENV)/.installed
 hang: $(VENV)/.installed
 	cd tests && PYTHONPATH=.. OMP_NUM_THREADS=1 ../$(BIN)/python -m reliability.kill --hang
 
-OLDEST := tests/test_torch.py tests/test_features.py tests/test_layers.py tests/test_jax.py tests/test_fwl.py \
+LIBRARY := tests/test_torch.py tests/test_features.py tests/test_layers.py tests/test_jax.py tests/test_fwl.py \
 	tests/test_sequential.py tests/test_lm_model.py tests/test_damage.py
 
-oldest:
-	$(PYTHON) -m venv build/oldest
-	build/oldest/bin/pip install --quiet uv
-	VIRTUAL_ENV=build/oldest build/oldest/bin/uv pip install --quiet --resolution lowest-direct \
+oldest: RESOLUTION := lowest-direct
+oldest: SKIP := --deselect tests/test_torch.py::test_compiles_without_a_graph_break
+newest: RESOLUTION := highest
+oldest newest:
+	$(PYTHON) -m venv build/$@
+	build/$@/bin/pip install --quiet uv
+	VIRTUAL_ENV=build/$@ build/$@/bin/uv pip install --quiet --resolution $(RESOLUTION) \
 		--index-strategy unsafe-best-match ".[torch,jax,keras,lm]" "pytest>=8" "hypothesis>=6"
-	build/oldest/bin/python -m pytest -q $(OLDEST) --deselect tests/test_torch.py::test_compiles_without_a_graph_break
+	build/$@/bin/python -m pytest -q $(LIBRARY) $(SKIP)
 
 audit:
 	$(PYTHON) -m venv build/audit

@@ -30,6 +30,9 @@ def test_stdlib_is_found_without_its_tests():
     assert ("abc.py",) in names
     assert len(names) > 300
     assert not any({"test", "tests", "site-packages"} & set(n) for n in names)
+    modules = [p.relative_to(root).parts for p in corpus.files("stdlib-modules")[1]]
+    assert set(names) > set(modules) > {n for n in names if len(n) == 1}
+    assert {n[0] for n in set(names) - set(modules)} >= {"encodings", "pydoc_data", "idlelib"}
 
 
 def test_splits_depend_on_names_alone(files):

@@ -170,6 +170,8 @@ def test_sampling():
     assert draws(temperature=2) >= {0, 1, 2}
     with pytest.raises(FastWeightError, match=r"top_p is 0\.0; expected above 0"):
         Sampling(top_p=0.0)
+    with pytest.raises(FastWeightError, match=r"min_p is 1\.5; expected from 0 to 1"):
+        Sampling(min_p=1.5)
 
 
 def test_text_comes_whole_characters_at_a_time_and_stops():

@@ -29,8 +29,17 @@ def test_the_workflow_runs_what_ci_runs_on_the_pythons_we_name():
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     assert {"run": ".ci/run"} in jobs["pinned"]["steps"]
     assert set(jobs["pinned"]["strategy"]["matrix"]["python"]) == pythons()
-    named = {file for job in jobs.values() for step in job["steps"] for file in re.findall(r"tests/\w+\.py", str(step))}
-    assert named
+    made = {step["run"].removeprefix("make ") for job in jobs.values() for step in job["steps"] if "make" in str(step)}
+    targets = (made - {"${{ matrix.target }}"}) | {
+        x["target"] for x in jobs["dependencies"]["strategy"]["matrix"]["include"]
+    }
+    rules = set(re.findall(r"^([\w ]+):(?! \w+ :=)", (ROOT / "Makefile").read_text(), re.M))
+    assert {"oldest", "newest", "release"} == targets <= {name for rule in rules for name in rule.split()}
+
+
+def test_the_files_that_the_makefile_names_are_there():
+    named = set(re.findall(r"tests/\w+\.py", (ROOT / "Makefile").read_text()))
+    assert len(named) > 5
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 

@@ -121,6 +121,7 @@ def test_a_token_is_drawn_as_often_as_it_is_likely():
         (Sampling(temperature=1.0), [0.5, 0.2, 0.0, 0.3]),
         (Sampling(temperature=1.0, top_k=2), [0.625, 0.0, 0.0, 0.375]),
         (Sampling(temperature=1.0, top_p=0.6), [0.625, 0.0, 0.0, 0.375]),
+        (Sampling(temperature=1.0, min_p=0.5), [0.625, 0.0, 0.0, 0.375]),
         (Sampling(temperature=0.0), [1.0, 0.0, 0.0, 0.0]),
     ):
         drawn = how.pick(logits.expand(1000, 4), grid)

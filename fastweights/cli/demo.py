@@ -22,22 +22,24 @@ WHAT = {
 def demo(
     run: Annotated[Path, typer.Argument(help="Folder to make for the run.")] = Path("runs/demo"),
     minutes: Annotated[float, typer.Option(help="Minutes to train at most.")] = 4.0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train at most.")] = 800,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train at most.")] = 1500,
     limit: Annotated[int, typer.Option(min=1, help="Bytes of held-out documents to score.")] = 65_536,
     prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "class Queue:",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 400,
-    data: Annotated[str, typer.Option(help="Documents to train on: stdlib, a file or a folder.")] = "stdlib",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 300,
+    data: Annotated[
+        str, typer.Option(help="Documents to train on: stdlib-modules, stdlib, a file or a folder.")
+    ] = "stdlib-modules",
     tokenizer: Annotated[
         str, typer.Option(help="Tokens of the model: bytes, or bpe:SIZE, pieces of words found in the text.")
-    ] = "bytes",
+    ] = "bpe:512",
 ) -> None:
     """Train, evaluate and generate on this machine, in minutes, and say in words what was shown.
 
-    Nothing is downloaded: the text is the source code of Python's standard library. Three steps, each of which is a
-    command of its own:
+    Nothing is downloaded: the text is the source code of Python's standard library, without its tables of characters
+    and its applications. Three steps, each of which is a command of its own:
 
-    1. `train`: a language model of about a million weights, for four minutes at most. Its tokens are bytes; with
-       `--tokenizer bpe:2048` they are pieces of words, three bytes on average.
+    1. `train`: a language model of about a million weights, for four minutes at most. Its tokens are 512 pieces of
+       words, two bytes on average.
     2. `eval`: files that it has not seen, with and without memory, beside gzip and xz.
     3. `generate`: text that goes on with a prompt. It has the looks of Python, not the sense: that takes larger models
        and longer training.
@@ -53,13 +55,16 @@ def demo(
     from fastweights.lm import training
 
     say(f"1 of 3. Training a language model on {data}, for {minutes:g} minutes at most.", style="bold")
-    config = training.configured("laptop", dict(data=data, tokenizer=tokenizer, steps=steps, minutes=minutes))
+    changes = dict(data=data, tokenizer=tokenizer, steps=steps, minutes=minutes, batch=4)  # more steps in four minutes
+    config = training.configured("laptop", changes)
     training.train(config, run, console=Console())
     say("\n2 of 3. Reading files that it has not seen, with and without memory.", style="bold")
     language_model.evaluate(run, min_bytes=min(8192, limit), limit=limit)
     say("\n3 of 3. Writing, token by token.", style="bold")
     # The layer that learned while it read would also learn its own mistakes: writing, it soon repeats itself.
-    language_model.generate(run, prompt=prompt, tokens=tokens, temperature=0.5, top_p=0.95, learn=False)
+    # Two blank lines end a class or a function.
+    how: dict[str, Any] = dict(temperature=0.6, min_p=0.05, learn=False, until="\n\n\n", whole_lines=True)
+    language_model.generate(run, prompt=prompt, tokens=tokens, **how)
     say("\nWhat you have just seen", style="bold")
     say(in_words(json.loads((run / "eval.json").read_text()), run))
 

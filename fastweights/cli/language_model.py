@@ -237,12 +237,15 @@ def generate(
     if prompt or before is None:
         before = model.read(prompt, before)
     sys.stdout.write(prompt)
+    end = prompt
     written = generation.generate(model, before, tokens, how, learn=learn, **mixed)
     pieces = generation.text_of(model, written, until)
     for piece in generation.lines_of(pieces) if whole_lines else pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
-    sys.stdout.write("" if whole_lines else "\n")
+        end = piece
+    if not (whole_lines and end.endswith("\n")):
+        sys.stdout.write("\n")
 
 
 def read(
