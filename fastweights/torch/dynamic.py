@@ -13,10 +13,9 @@ batches, r_mean its mean over tensors, s the root of the sum of squares (the for
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from fastweights.core import FastWeightError
 from fastweights.torch import graphs
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
+from fastweights.torch.gradient_statistics import Call, GradientStatistics, call_model, token_losses, track
 from fastweights.torch.tree import map_tensors
 
 RULES = ("sgd", "rms", "rms-sum")
@@ -37,16 +37,6 @@ PRESETS: dict[str, dict[str, Any]] = {  # the published settings
     "transformer-xl-enwik8": dict(rule="rms-sum", segment=128, lr=1.2e-5, decay=24.0, eps=1e-4),
     "transformer-xl-text8": dict(rule="rms-sum", segment=128, lr=1.5e-5, decay=24.0, eps=1e-4),
 }
-
-Call = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]]
-
-
-def call_model(model: nn.Module, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """(logits (B, T, V), state) of a language model: a Hugging Face one, or one that returns logits, or both."""
-    out = model(tokens) if state is None else model(tokens, state)
-    if hasattr(out, "logits"):
-        return out.logits, None
-    return out if isinstance(out, tuple) else (out, None)
 
 
 @dataclass(frozen=True)
@@ -70,70 +60,6 @@ class DynamicResult:
     def perplexity(self) -> float:
         """exp of the mean loss: among how many tokens, equally likely, the model chooses on average."""
         return math.exp(self.mean)
-
-
-class GradientStatistics(dict[str, Tensor]):
-    """Mean squared gradients by parameter name, over `batches` batches of training data.
-
-    The rules "rms" and "rms-sum" of `DynamicEvaluation` divide by their roots, so that each weight takes steps of a
-    size that suits it. Collect them once per model, and keep them beside it.
-
-        >>> model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
-        >>> statistics = GradientStatistics.collect(model, [torch.randint(20, (4, 32)) for _ in range(3)])
-        >>> statistics.batches, statistics["1.weight"].shape
-        (3, torch.Size([20, 16]))
-        >>> dynamic = DynamicEvaluation(model, rule="rms", lr=1e-3, statistics=statistics)
-    """
-
-    batches: int = 0
-
-    @classmethod
-    def collect(
-        cls, model: nn.Module, data: Iterable[Tensor], *, call: Call = call_model, progress: bool = False
-    ) -> "GradientStatistics":
-        """Over batches of training tokens (B, T), with the model in evaluation mode.
-
-        Args:
-            model: a language model, as for `DynamicEvaluation`.
-            data: batches; a few dozen are enough.
-            call: how to call an unusual model.
-            progress: show a bar.
-        """
-        found, training = cls(), model.training
-        model.eval()
-        try:
-            for tokens in _track(data, "gradient statistics", progress):
-                loss = token_losses(call(model, tokens[:, :-1], None)[0], tokens[:, 1:]).mean()
-                named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-                grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-                for (name, p), g in zip(named.items(), grads, strict=True):
-                    found[name] = found.get(name, torch.zeros_like(p)) + (0 if g is None else g.detach() ** 2)
-                found.batches += 1
-        finally:
-            model.train(training)
-        if not found.batches:
-            raise FastWeightError("data has no batches; expected at least one batch of training tokens (B, T)")
-        for name in found:
-            found[name] /= found.batches
-        return found
-
-    def save(self, path: str | Path) -> None:
-        """Write them to a safetensors file, which appears when it is complete."""
-        from safetensors.torch import save_file
-
-        temporary = Path(path).with_name(Path(path).name + ".part")
-        save_file({n: x.contiguous() for n, x in self.items()}, temporary, metadata={"batches": str(self.batches)})
-        temporary.replace(path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "GradientStatistics":
-        """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            found = cls({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118 - not a dict
-            found.batches = int(file.metadata()["batches"])
-        return found
 
 
 class DynamicEvaluation:
@@ -280,7 +206,7 @@ class DynamicEvaluation:
         start, state, losses = time.perf_counter(), None, []
         # Segment after segment: score it with the weights of before, then take a step on its loss.
         starts = range(0, tokens.shape[1] - 1, self.segment)
-        for a in _track(starts, "dynamic evaluation", progress):
+        for a in track(starts, "dynamic evaluation", progress):
             b = min(a + self.segment, tokens.shape[1] - 1)
             first = max(0, a - self.context)
             labels = tokens[:, a + 1 : b + 1]
@@ -386,17 +312,3 @@ def _features(model, features):
             f"the last norm: a {type(model).__name__} does not tell its own"
         )
     return dict(module=output, inputs=True)
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy (B, T) in nats of logits (B, T, V)."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-
-
-def _track(items, name, show):
-    if not show:
-        return items
-    from rich.progress import track
-
-    return track(items, description=name)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.checks import debugging
-from fastweights.torch.dtypes import autocast_dtype
+from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
 from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
@@ -95,8 +95,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.is_cuda and not is_watched():  # there torch has it in one launch
         return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
     width = x.shape[-1]
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (unit(wide, width * eps) * (weight.to(wide.dtype) * width**0.5)).to(x.dtype)
+    y = wide(x)
+    return (unit(y, width * eps) * (weight.to(y.dtype) * width**0.5)).to(x.dtype)
 
 
 class GatedNorm(torch.autograd.Function):
@@ -181,8 +181,8 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
         eps: added to the mean of squares.
         activation: a name of ACTIVATIONS.
     """
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    x, kind, gate, weight = x.to(wide), x.dtype, gate.to(wide), weight.to(wide)
+    x, kind = wide(x), x.dtype
+    gate, weight = gate.to(x.dtype), weight.to(x.dtype)
     few = x.numel() < 2**14  # a token that is generated: the number of operations counts, not what they pass over
     if few or not x.is_cpu or is_watched():
         return _gated_norm(x, gate, weight, eps, activation).to(kind)
@@ -223,11 +223,11 @@ class Depthwise(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative: nothing in place
             dx = sum(around[:, W - 1 - j : 2 * W - 2 - j + T] * weight[j] for j in range(W))
             return dx, torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(W)])
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32  # sums over all tokens
-        dweight = torch.zeros_like(weight, dtype=wide)
+        sums = accumulation_dtype(weight.dtype)  # over all tokens
+        dweight = torch.zeros_like(weight, dtype=sums)
         for a, b in _tokens_in_cache(dy):
             for j in range(W):
-                dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1), dtype=wide)
+                dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1), dtype=sums)
         return Depthwise.forward(around, weight.flip(0)), dweight.to(weight.dtype)
 
 

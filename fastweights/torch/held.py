@@ -15,6 +15,7 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, watching
+from fastweights.torch.dtypes import wide
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
@@ -271,7 +272,7 @@ def _score(n, words, c, labels, *, gradient):
         loss = cross_entropy.losses(flat, words, c, y, log_sum)
         return loss.view(labels.shape), None if dn is None else dn.view(n.shape)
     logits = torch.addmm(c, flat, words.mT)
-    log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), 1)
+    log_p = torch.log_softmax(wide(logits), 1)
     loss = log_p.gather(1, y[:, None]).neg_()
     if not gradient:
         return loss.view(labels.shape), None
