@@ -5,7 +5,7 @@
 # make docs    build the documentation: site/index.html, which opens from disk
 # make release build sdist and wheel in dist/, check them, and try the wheel in an empty environment
 # make fuzz    100,000 mutated files through every loader
-# make properties  10,000 random calls of three frameworks against the oracle
+# make properties  10,000 random calls of three frameworks against the oracle; make layers  as many of their layers
 # make kill    kill a run twenty times and resume it; make elastic  lose a worker of torchrun; make hang  stop one
 # make soak    10 million tokens through a model that learns; make steps  as many steps of the recurrence in float32
 # make oldest  install the oldest dependencies that are allowed, and run the tests of the library with them
@@ -19,7 +19,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt# the versions that are tested; /dev/null takes the newest there are
 EXTRA ?= torch# of the wheel that `make release` tries
 
-.PHONY: test browser check bench format clean demo docs release fuzz properties kill elastic hang soak steps oldest newest audit
+.PHONY: test browser check bench format clean demo docs release fuzz properties layers kill elastic hang soak steps \
+	oldest newest audit
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
@@ -82,7 +83,7 @@ demo: $(VENV)/.demo
 	rm -rf runs/demo
 	$(BIN)/fastweights demo runs/demo
 
-fuzz properties kill elastic soak steps: $(VENV)/.installed
+fuzz properties layers kill elastic soak steps: $(VENV)/.installed
 	cd tests && PYTHONPATH=.. OMP_NUM_THREADS=1 ../$(BIN)/python -m reliability.$@
 
 hang: $(VENV)/.installed

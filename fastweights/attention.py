@@ -8,6 +8,7 @@ width, W convolution width, N packed sequences.
 import math
 from typing import Any, NamedTuple
 
+from fastweights.checks import check_carried
 from fastweights.core import FastWeightError, dtype_name
 from fastweights.features import EPS, unit
 
@@ -51,7 +52,7 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
     Returns:
         y (B, T, D) and the `AttentionState` after the last token.
     """
-    check_input(config, x, state, mask)
+    check_input(config, x, state, mask, cu_seqlens)
     if mask is not None:  # what padding holds must not reach the gradients of the projections either
         x = ops.xp.where(mask[..., None], x, ops.xp.zeros_like(x))
     how = dict(cu_seqlens=cu_seqlens, mask=mask, method=method, chunk_size=chunk_size)
@@ -110,7 +111,7 @@ def between_projections(config, ops, layer, p, state, *, cu_seqlens=None, mask=N
     return xp.reshape(o, (B, T, heads * config.value_width)), AttentionState(memory, z, conv)
 
 
-def check_input(config, x, state, mask):
+def check_input(config, x, state, mask, cu_seqlens=None):
     """Raise FastWeightError unless these are what a layer of this config takes: x (B, T, dim), a state of three, a
     bool mask.
     """
@@ -121,6 +122,8 @@ def check_input(config, x, state, mask):
             f"state is a {type(state).__name__} of {len(state)}; expected the AttentionState that "
             "an earlier call returned"
         )
+    if state is not None and (config.conv or config.attention_norm):
+        check_carried(config, x, state, cu_seqlens)
     if mask is None:
         return
     fits = len(mask.shape) == 2 and all(n == m or None in (n, m) for n, m in zip(mask.shape, x.shape, strict=False))
@@ -154,6 +157,10 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
         o (B, T, H, V), the memory after the last token, and z after it (None without attention norm).
     """
     xp, attention, log_decay = ops.xp, config.attention_norm, how["log_decay"]
+    if attention and dtype_name(v) == "float16":  # what is summed and divided leaves its range: 65,504 and 6e-8
+        directions = None if projection is None else ops.wide(projection)
+        o, memory, z = mix(config, ops, *map(ops.wide, (q, k, v)), beta, memory, z, directions, how, write)
+        return ops.cast(o, v), memory, z
     if config.maps_inside:
         how = how | dict(features=config.features, norm=config.feature_norm)
     else:
@@ -266,6 +273,8 @@ def convolve(ops, weight, x, state, cu_seqlens, mask):
     if state is None:
         rows = ops.shape(x)[0] if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1
         state = ops.zeros((rows, W - 1, channels), x)
+    if x.shape[1] == 0:  # of no tokens, nothing can be gathered
+        return x, state
     if cu_seqlens is None and mask is None:
         T, history = ops.shape(x)[1], ops.xp.concatenate([state, x], 1)
         return sum(weight[j] * history[:, j : j + T] for j in range(W)), history[:, T:]

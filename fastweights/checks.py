@@ -336,3 +336,23 @@ def warn_once(message):
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=6)
+
+
+def check_carried(config: Any, x: Any, state: Any, cu_seqlens: Any) -> None:
+    """Raise FastWeightError unless z and the convolution's last inputs in an AttentionState are those of as many texts.
+
+    `fast_weight` checks the memory.
+    """
+    texts = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] and cu_seqlens.shape[0] - 1
+    expected = {}
+    if config.attention_norm and state[0] is not None:
+        expected["z"] = state[1], (texts, config.heads, config.feature_width)
+    if config.conv and state[2] is not None:
+        expected["conv"] = state[2], (texts, config.conv - 1, config.channels)
+    for name, (part, wanted) in expected.items():
+        got = None if part is None else tuple(part.shape)
+        if got is None or len(got) != 3 or any(n != m and None not in (n, m) for n, m in zip(got, wanted, strict=True)):
+            raise FastWeightError(
+                f"state.{name} has shape {got}; expected {wanted}: that of {texts} texts, as an earlier call of this "
+                "layer returned it"
+            )

@@ -56,8 +56,32 @@ def oracle(block, x, labels, weights, normalizer, steps):
     return out.detach()
 
 
+def refreshed(block, x, labels, weights):
+    """Losses (B, T) by explicit updates of explicit parameters, token by token, with autograd's gradients."""
+    c, steps, losses = block.config, steps_of(block), torch.empty(labels.shape)
+    decay = 1.0 if c.decay is None else c.decay
+    for i in range(len(x)):
+        trained = {n: getattr(block, n).detach() for n in FAST}
+        start, change = trained, {n: torch.zeros_like(w) for n, w in trained.items()}
+        for t in range(x.shape[1]):
+            if t % c.refresh == 0:
+                start = {n: (w + change[n]).requires_grad_() for n, w in trained.items()}
+                summed = {n: torch.zeros_like(w) for n, w in trained.items()}
+            now = start if c.within == "held" else {n: w + change[n] for n, w in trained.items()}
+            loss = lambda p: nn.functional.cross_entropy(slow_forward(block, p, x[i, t : t + 1]), labels[i, t : t + 1])  # noqa: E731, B023
+            losses[i, t] = loss(now).detach()
+            grads = torch.autograd.grad(loss(start) * weights[i, t] / c.normalizer, list(start.values()))
+            for n, g in zip(FAST, grads, strict=True):
+                summed[n] = summed[n] - steps[n] * g
+                if c.within == "cumulative":
+                    change[n] = decay * change[n] - steps[n] * g
+            if c.within == "held" and (t + 1) % c.refresh == 0:
+                change = {n: decay**c.refresh * change[n] + summed[n] for n in FAST}
+    return losses
+
+
 def steps_of(block):
-    steps = dict(zip(FAST, block.steps.detach(), strict=True))
+    steps = dict(zip(FAST, block.steps.detach().exp() if block.config.log_steps else block.steps.detach(), strict=True))
     if not block.config.fast_bias:
         steps |= dict(bias1=torch.zeros(()), bias2=torch.zeros(()))
     if block.config.shared_norm_step:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fwl_oracle import FAST, SIZE, B, D, T, V, double, make, problem, slow_forward, steps_of  # noqa: F401
+from fwl_oracle import FAST, SIZE, B, D, T, V, double, make, problem, refreshed, slow_forward, steps_of  # noqa: F401
 from oracle import assert_close
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -15,30 +15,6 @@ from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, held, make_la
 
 WITHIN = ["held", "cumulative"]
 OPTIONS = [dict(), dict(decay=0.9), dict(clip=0.05), dict(fast_bias=False, shared_norm_step=True)]
-
-
-def refreshed(block, x, labels, weights):
-    """Losses (B, T) by explicit updates of explicit parameters, token by token, with autograd's gradients."""
-    c, steps, losses = block.config, steps_of(block), torch.empty(labels.shape)
-    decay = 1.0 if c.decay is None else c.decay
-    for i in range(len(x)):
-        trained = {n: getattr(block, n).detach() for n in FAST}
-        start, change = trained, {n: torch.zeros_like(w) for n, w in trained.items()}
-        for t in range(x.shape[1]):
-            if t % c.refresh == 0:
-                start = {n: (w + change[n]).requires_grad_() for n, w in trained.items()}
-                summed = {n: torch.zeros_like(w) for n, w in trained.items()}
-            now = start if c.within == "held" else {n: w + change[n] for n, w in trained.items()}
-            loss = lambda p: nn.functional.cross_entropy(slow_forward(block, p, x[i, t : t + 1]), labels[i, t : t + 1])  # noqa: E731, B023
-            losses[i, t] = loss(now).detach()
-            grads = torch.autograd.grad(loss(start) * weights[i, t] / c.normalizer, list(start.values()))
-            for n, g in zip(FAST, grads, strict=True):
-                summed[n] = summed[n] - steps[n] * g
-                if c.within == "cumulative":
-                    change[n] = decay * change[n] - steps[n] * g
-            if c.within == "held" and (t + 1) % c.refresh == 0:
-                change = {n: decay**c.refresh * change[n] + summed[n] for n in FAST}
-    return losses
 
 
 def numpy(x):

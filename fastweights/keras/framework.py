@@ -28,6 +28,11 @@ def _layer_memory(q, k, v, *, chunk_size, **how):
     return fast_weight(q, k, v, chunk_size=chunk_size if q.shape[1] or chunk_size > 1 else None, **how)
 
 
+def _split(x, sizes, axis=-1):
+    """Parts of these sizes; one is x itself, of which Keras on PyTorch would make no part at all."""
+    return ops.split(x, np.cumsum(sizes)[:-1].tolist(), axis) if len(sizes) > 1 else [x]
+
+
 OPS = Ops(
     xp=ops,
     nn=ops,
@@ -35,7 +40,7 @@ OPS = Ops(
     layer_memory=_layer_memory,
     feature_map=feature_map,
     matmul=matmul,
-    split=lambda x, sizes, axis=-1: ops.split(x, np.cumsum(sizes)[:-1].tolist(), axis),
+    split=_split,
     shape=ops.shape,
     wide=lambda x: ops.cast(x, accumulation_dtype(x)),
     cast=lambda x, like: ops.cast(x, like.dtype),

@@ -126,9 +126,10 @@ def layout(inputs, spec):
     call. Compiled code and packed sequences, whose segments depend on values, need a number of tensors that does not
     vary: all steps in one.
     """
-    q, v, C = inputs.q, inputs.v, chunk_size(inputs, spec)
+    q, v = inputs.q, inputs.v
     if torch.compiler.is_compiling() or inputs.cu_seqlens is not None or not q.is_cpu:
         return ALL
+    C = chunk_size(inputs, spec)
     B, _, H, K = q.shape
     return steps_in_cache(B, H, C, max(K, v.shape[-1], C))
 
