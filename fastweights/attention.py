@@ -159,7 +159,8 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
     xp, attention, log_decay = ops.xp, config.attention_norm, how["log_decay"]
     if attention and dtype_name(v) == "float16":  # what is summed and divided leaves its range: 65,504 and 6e-8
         directions = None if projection is None else ops.wide(projection)
-        o, memory, z = mix(config, ops, *map(ops.wide, (q, k, v)), beta, memory, z, directions, how, write)
+        wide = ops.wide
+        o, memory, z = mix(config, ops, wide(q), wide(k), wide(v), beta, memory, z, directions, how, write)
         return ops.cast(o, v), memory, z
     if config.maps_inside:
         how = how | dict(features=config.features, norm=config.feature_norm)
