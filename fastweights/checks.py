@@ -338,7 +338,7 @@ def warn_once(message):
         warnings.warn(message, UserWarning, stacklevel=6)
 
 
-def check_carried(config: Any, x: Any, state: Any, cu_seqlens: Any) -> None:
+def check_carried(config, x, state, cu_seqlens):
     """Raise FastWeightError unless z and the convolution's last inputs in an AttentionState are those of as many texts.
 
     `fast_weight` checks the memory.
