@@ -1,4 +1,4 @@
-"""The picture on the README, from the data in this repository: `python docs/pictures.py`."""
+"""The picture on the first page, wide and for a phone, from the data in this repository: `python docs/pictures.py`."""
 
 import csv
 import json
@@ -30,33 +30,35 @@ def losses(model):
     return zip(*((keys, mean(found[keys])) for keys in sorted(found)), strict=True)
 
 
-def main(path):
+def main(path, rows, columns, size):
+    """Draw the three charts in so many rows and columns, on a figure of this size in inches."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (time, size, write) = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    figure, (time, carry, write) = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     names = {"delta": "fast weights, delta rule", "transformer": "Transformer, whole context"}
     for model, lengths, seconds, carried in reading():
         how = dict(marker="o", linewidth=2.5, color=OURS if model == "delta" else THEIRS, label=names[model])
         time.plot(lengths, seconds, **how)
-        size.plot(lengths, carried, **how)
+        carry.plot(lengths, carried, **how)
     time.set(title="Seconds to read a document", xlabel="tokens in it", yscale="log", xscale="log")
-    size.set(title="MiB carried along", xlabel="tokens in it", yscale="log", xscale="log")
-    for axis in (time, size):
+    carry.set(title="MiB carried along", xlabel="tokens in it", yscale="log", xscale="log")
+    for axis in (time, carry):
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
         axis.minorticks_off()
         axis.yaxis.set_major_formatter("{x:g}")
     write.plot(*losses("dpfp-1 delta"), marker="o", linewidth=2.5, color=OURS, label="delta rule")
     write.plot(*losses("dpfp-1 sum"), marker="o", linewidth=2.5, color="#8a8a8a", label="sum rule (linear attention)")
     write.set(title="Loss when facts are rewritten", xlabel="facts, each written about twice", ylim=(0, 0.5))
-    for axis in (time, size, write):
+    for axis in (time, carry, write):
         axis.grid(color="#e4e4e4")
-        axis.legend(frameon=False, loc="upper left" if axis is not size else "center right", fontsize=10)
+        axis.legend(frameon=False, loc="upper left" if axis is not carry else "center right", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
-    main(ROOT / "docs/images/first.png")
+    main(ROOT / "docs/images/first.png", 1, 3, (12, 3.5))
+    main(ROOT / "docs/images/first-phone.png", 3, 1, (4.4, 9.5))

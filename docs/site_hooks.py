@@ -143,3 +143,8 @@ def on_post_page(output, page, config):
 
 def on_post_template(output, **_):
     return output.replace(SHIM, "")
+
+
+def on_post_build(config):
+    """The theme's page for addresses that are not there only works on a server, at its root."""
+    Path(config.site_dir, "404.html").unlink(missing_ok=True)

@@ -58,3 +58,9 @@ def test_the_changelog_has_its_form():
             assert (level, text) in {
                 ("###", s) for s in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
             }
+
+
+def test_constraints_name_the_triton_that_pytorch_asks_for():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    asked = {"2.13.0": "3.7.1"}  # PyTorch's CUDA builds on PyPI require one version of Triton, or pip finds no solution
+    assert pins["triton"] == asked[pins["torch"]]

@@ -35,7 +35,7 @@ class Page(HTMLParser):
 
 def broken(folder):
     """(page, link) of every link or loaded file that leads nowhere, or, when loaded, out of the folder."""
-    pages = {path.resolve(): Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
+    pages = {path.resolve(): Page(path) for path in folder.rglob("*.html")}
     for path, page in pages.items():
         for link in page.links + page.loaded:
             url = urlsplit(link)
