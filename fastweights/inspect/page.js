@@ -103,7 +103,7 @@ class View {
       make("p", {}, `${whole(d.tokens)} tokens, ${whole(d.bytes)} bytes of ${d.file}; ${d.memories.length} memories. Bits per byte: ${bits}.`),
       make("fieldset", {}, make("legend", {}, "Surprise with"), ...radios),
       this.sentence,
-      make("div", { class: "scale" }, "0 bits", make("i"), `${number(d.quantiles[4], 1)} bits and more. ` +
+      make("div", { class: "scale" }, make("span", { class: "whole" }, "0 bits"), make("i"), `${number(d.quantiles[4], 1)} bits and more. ` +
         `Half of the tokens cost less than ${number(d.quantiles[2], 1)}.`),
       make("p", { class: "about", id: `${id}-keys` }, "The stronger its colour, the less a token was expected. Click one, or move with the arrow keys, " +
         "to see where its prediction came from (underlined) and what its write took out (outlined)."),
@@ -261,7 +261,7 @@ class View {
     const items = found.map(({ token, share }) => make("li", {}, `${percent(share)} `,
       make("button", { type: "button", onclick: () => { this.select(token); this.box.focus(); },
         "aria-label": `Go to token ${whole(token)}, ${percent(share)}` }, this.snippet(token)),
-      token === this.token ? ` ${own}` : ` ${whole(this.token - token)} token${this.token - token === 1 ? "" : "s"} before`));
+      " ", make("span", { class: "whole" }, token === this.token ? own : `${whole(this.token - token)} token${this.token - token === 1 ? "" : "s"} before`)));
     if (earlier > 2) items.push(make("li", {}, `${percent(earlier)} from text before the window that is kept`));
     return items.length ? make("ol", {}, ...items) : make("p", {}, "Nothing.");
   }
@@ -314,9 +314,10 @@ class View {
   }
 
   table() {
-    const rows = this.data.overwritten;
-    if (!rows.length) return [];
-    return [make("section", {}, make("h3", {}, "The most overwritten"),
+    const rows = this.data.overwritten, title = make("h3", {}, "The most overwritten");
+    if (!this.followed.length) return [];
+    if (!rows.length) return [make("section", {}, title, make("p", { class: "about" }, "Nothing: these memories add, and take nothing out."))];
+    return [make("section", {}, title,
       make("div", { class: "wide" }, make("table", {},
         make("caption", {}, "Tokens of whose values later writes took out the most, summed over memories: names that were given a new meaning."),
         make("tr", {}, make("th", { scope: "col", class: "number" }, "token"), make("th", { scope: "col" }, "text"), make("th", { scope: "col", class: "number" }, "taken out")),
