@@ -180,17 +180,17 @@ def _measure(x, spec, span, every, keys):
         chunk = core.prepare(part, spec._replace(read="before"), torch, unit_inverse)
         S, read, some = _walk(S, chunk)
         reads.append(read)
-        starts, after = some[:, :, :-1:per_mark], some[:, :, per_mark::per_mark]
-        if after.shape[2] < starts.shape[2]:  # the text ends inside a span
-            after = torch.cat([after, some[:, :, -1:]], 2)
+        starts, after = some[:-1:per_mark], some[per_mark::per_mark]
+        if len(after) < len(starts):  # the text ends inside a span
+            after = torch.cat([after, some[-1:]])
         sizes.append(_sizes(after))
         k = part.k.flatten(2, 3)
         ends.append(_interference(starts, after, k, span, keys))
-        keys = k[:, :, (after.shape[2] - 1) * span :]
+        keys = k[:, :, (len(after) - 1) * span :]
     retrieved = torch.cat(reads, 2).flatten(2, 3)[:, :, :T].transpose(1, 2) if reads else x.v
     writes = _writes(x, spec, erase, retrieved)
     marks = torch.tensor([min(m * every, -(-T * every // span)) for m in range(1, -(-T // span) + 1)])
-    by_mark = lambda parts: torch.cat(parts, 2).transpose(1, 2)  # noqa: E731
+    by_mark = lambda parts: torch.cat(parts).unflatten(1, x.state.shape[:2]).transpose(0, 1)  # noqa: E731
     if not reads:
         none = x.beta[:, :0]
         return Measured(writes, Marks(*[none] * 5), marks, S, keys)
@@ -206,20 +206,23 @@ def unit_inverse(L, xp):
 
 
 def _walk(S, chunk):
-    """(S after, what queries read (B, H, n, C, V), memories before each chunk and after all (B, H, n + 1, K, V))."""
+    """(S after, what queries read (B, H, n, C, V), memories before each chunk and after all (n + 1, B H, K, V)).
+
+    Chunks are the first axis, so that some of the memories are a part of their array that need not be copied.
+    """
     n, shape = chunk.U.shape[2], S.shape
     S = S.flatten(0, 1)
     U, kT, g = (x.flatten(0, 1).unbind(1) for x in (chunk.U, chunk.kT, chunk.g))
     W = None if chunk.W is None else chunk.W.flatten(0, 1).unbind(1)
-    memories = []
+    memories, values = [S], []
     for i in range(n):
+        values.append(U[i] if W is None else torch.baddbmm(U[i], W[i], S, alpha=-1))
+        S = torch.baddbmm(g[i] * S, kT[i], values[i])
         memories.append(S)
-        u = U[i] if W is None else torch.baddbmm(U[i], W[i], S, alpha=-1)
-        S = torch.baddbmm(g[i] * S, kT[i], u)
-    every, S = torch.stack([*memories, S], 1).unflatten(0, shape[:2]), S.unflatten(0, shape[:2])
-    before = every[:, :, :-1]
-    u = chunk.U if chunk.W is None else chunk.U - chunk.W @ before
-    return S, chunk.q @ before + chunk.A @ u, every
+    every, u = torch.stack(memories), torch.stack(values)
+    q, A = (x.flatten(0, 1).transpose(0, 1) for x in (chunk.q, chunk.A))
+    read = (q @ every[:-1]).add_(A @ u)
+    return S.unflatten(0, shape[:2]), read.transpose(0, 1).unflatten(0, shape[:2]), every
 
 
 def _sizes(S):
@@ -230,17 +233,19 @@ def _sizes(S):
 
 
 def _interference(starts, after, k, span, keys):
-    """(B, H, M): how far what the keys of the span before retrieve has moved from `starts` to `after`."""
-    M = after.shape[2]
-    whole = k[:, :, : (M - 1) * span].unflatten(2, (-1, span)) if M > 1 else None
-    parts = []
+    """(M, B H): how far what the keys of the span before retrieve has moved from `starts` to `after` (M, B H, K, V).
+
+    k: (B, H, T, K) of these spans;  keys: (B, H, n, K) of the span before them, or None.
+    """
+    M = len(after)
     if keys is None:
-        parts.append(after.new_full((*after.shape[:2], 1), math.nan))
+        parts = [after.new_full(after.shape[:2], math.nan)[:1]]
     else:
-        parts.append(_moved(starts[:, :, :1], after[:, :, :1], keys[:, :, None]))
-    if whole is not None:
-        parts.append(_moved(starts[:, :, 1:], after[:, :, 1:], whole))
-    return torch.cat(parts, 2)
+        parts = [_moved(starts[:1], after[:1], keys.flatten(0, 1)[None])]
+    if M > 1:
+        whole = k[:, :, : (M - 1) * span].flatten(0, 1).unflatten(1, (-1, span)).transpose(0, 1)
+        parts.append(_moved(starts[1:], after[1:], whole))
+    return torch.cat(parts)
 
 
 def _moved(before, after, k):
@@ -249,7 +254,7 @@ def _moved(before, after, k):
     """
     found = k @ before
     then = torch.linalg.vector_norm(found, dim=(-1, -2))
-    change = torch.linalg.vector_norm(torch.sub(k @ after, found), dim=(-1, -2))
+    change = torch.linalg.vector_norm((k @ after).sub_(found), dim=(-1, -2))
     return torch.where(then > 0, change / then, math.nan)
 
 
