@@ -62,9 +62,9 @@ def forward(config, ops, layer, x, state, *, cu_seqlens=None, mask=None, method=
 
 def between_projections(config, ops, layer, p, state, *, cu_seqlens=None, mask=None, method="auto", chunk_size=None):
     """(what all heads read, (B, T, H V);  the state after the last token) for an input projection p (B, T, columns)."""
-    own = getattr(ops.nn, "mix_heads", None)  # a framework may bring its own for calls without texts of other lengths
-    if own is not None and cu_seqlens is None and mask is None and method in ("auto", "kernel"):
-        mixed = own(config, layer, p, state)
+    own = getattr(ops.nn, "mix_heads", None)  # a framework may bring its own for calls without padding
+    if own is not None and mask is None and method in ("auto", "kernel"):
+        mixed = own(config, layer, p, state, cu_seqlens)
         if mixed is not None:
             return mixed
     xp, nn, heads = ops.xp, ops.nn, config.heads

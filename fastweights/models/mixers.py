@@ -61,7 +61,7 @@ class Documents(NamedTuple):
         if not even:
             return documents
         room = B * max(2, -(-len(begin) // B))
-        filled = np.r_[begin, [B * T] * (room - len(begin))]
+        filled = np.r_[begin, np.full(room - len(begin), B * T, begin.dtype)]
         return documents._replace(even=documents._replace(cu_seqlens=_offsets(filled, B * T, device), whole=False))
 
     def kept(self, rows: Tensor) -> Tensor:

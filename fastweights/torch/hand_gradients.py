@@ -275,12 +275,17 @@ def convolve(
     return depthwise(x, weight), last.clone() if T >= W else last
 
 
-def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
+def _on_gpu(x):
+    """Whether kernels of ours run where x is."""
+    return x.is_cuda and HAS_TRITON
+
+
+def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any, cu_seqlens: torch.Tensor | None) -> Any:
     """A layer between its projections as one plan of kernels (kernels/mixer.py), or None where that cannot be.
 
     One token without gradients is None: its memory has a launch of its own. So is a call that a probe looks at.
     """
-    if not p.is_cuda or not HAS_TRITON or is_transformed() or watchers:
+    if not _on_gpu(p) or is_transformed() or watchers:
         return None
     if not torch.compiler.is_compiling() and (has_modes() or debugging()):
         return None
@@ -291,7 +296,7 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any) -> Any:
     memory, _, before = (None, None, None) if state is None else state
     names = ("conv", "decay_log", "decay_bias", "out_norm")
     conv, decay_log, decay_bias, out_norm = (getattr(layer, name, None) for name in names)
-    given = mixer.Given(p, conv, decay_log, decay_bias, out_norm, memory, before)
+    given = mixer.Given(p, conv, decay_log, decay_bias, out_norm, memory, before, cu_seqlens)
     return mixer.mix(config, given) if mixer.takes(config, given) else None
 
 

@@ -14,7 +14,7 @@ from fastweights.attention_config import AttentionConfig
 from fastweights.core import Inputs
 from fastweights.torch import kernels
 from fastweights.torch.kernels import mixer
-from fastweights.torch.kernels.mixer import GIVEN, Given
+from fastweights.torch.kernels.mixer_plan import GIVEN, Given, spec_of
 from fastweights.torch.kernels.plan import aligned
 from fastweights.torch.methods import register
 
@@ -40,16 +40,17 @@ def _fake(given, text, save):
     A compiler works out shapes before anything runs; these must agree with `_run` in number, shape and type.
     """
     x, config = Given(*given), AttentionConfig.of_text(text)
-    (B, T), H, K, V = x.p.shape[:2], config.heads, config.key_width, config.value_width
-    found = [x.p.new_empty(B, T, H * V), x.p.new_empty(B, H, config.feature_width, V, dtype=torch.float32)]
+    (B, T), N, H, K, V = x.p.shape[:2], x.sequences, config.heads, config.key_width, config.value_width
+    found = [x.p.new_empty(B, T, H * V), x.p.new_empty(N, H, config.feature_width, V, dtype=torch.float32)]
     if config.conv:
         kept = x.p.dtype if x.before is None else x.before.dtype
-        found.append(x.p.new_empty(B, config.conv - 1, config.channels, dtype=kept))
+        found.append(x.p.new_empty(N, config.conv - 1, config.channels, dtype=kept))
     if save:
         q, v, rates = x.p.new_empty(B, T, H, K), x.p.new_empty(B, T, H, V), x.p.new_empty(B, T, H)
-        inputs = Inputs(q, q, v, rates if config.has_beta else None, rates if config.decay else None)
+        decays = rates if config.decay is not None else None
+        inputs = Inputs(q, q, v, rates if config.has_beta else None, decays, cu_seqlens=x.cu_seqlens)
         found += [v] if config.out_norm or config.gate else []
-        found += [x.p.new_empty(shape, dtype=dtype) for shape, dtype in kernels.saves(inputs, mixer.spec_of(config), 1)]
+        found += [x.p.new_empty(shape, dtype=dtype) for shape, dtype in kernels.saves(inputs, spec_of(config), 1)]
     return found
 
 
@@ -66,7 +67,7 @@ def _run_backward(ups, given, saved, text):
 def _fake_backward(ups, given, saved, text):
     """Empty tensors of the shapes that `_run_backward` returns."""
     empty = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
-    return [given[0].new_empty(0) if x is None else empty(x) for x in given]
+    return [given[0].new_empty(0) if x is None else empty(x) for x in given[:GIVEN]]
 
 
 mix_op: Any = register("mix", "(Tensor?[] given, str config, bool save) -> Tensor[]", _run, _fake)
@@ -101,10 +102,10 @@ class Mixed(torch.autograd.Function):
     def backward(ctx, dy, dmemory, *rest):
         """Gradients of what was given; y's own gradient is zeros where only the memory was used."""
         tensors = ctx.saved_tensors
-        given, saved = tensors[:GIVEN], list(tensors[GIVEN:])
+        given, saved = tensors[: GIVEN + 1], list(tensors[GIVEN + 1 :])
         if dy is None:
             config = AttentionConfig.of_text(ctx.text)
             dy = given[0].new_zeros((*given[0].shape[:2], config.heads * config.value_width))
         dlast = rest[0] if ctx.outputs == 3 else None
         grads = mix_backward_op([dy, dmemory, dlast], list(given), saved, ctx.text)
-        return None, None, *(None if x is None else g for x, g in zip(given, grads, strict=True))
+        return None, None, *(None if x is None else g for x, g in zip(given, grads, strict=False)), None

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels.features import activate, normalised_slope, scale, slope
+from fastweights.torch.kernels.packed_convolution import look_back
 
 
 @triton.jit
@@ -27,8 +28,11 @@ def _history(p, before, b, t, c, inside, T, stride, batch_stride, W: tl.constexp
 
 
 @triton.jit
-def _convolved(p, weight, before, b, t, c, inside, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr):
-    """The convolution [BT, BD] at tokens t and columns c; the projection itself where there is none."""
+def _convolved(p, weight, before, place, b, t, c, inside, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr):
+    """The convolution [BT, BD] at tokens t and columns c; the projection itself where there is none.
+
+    place (T, 2): where sequences are packed, each token's position in its own, and that one's number; else None.
+    """
     if W == 0:
         return tl.load(p + b * batch_stride + t[:, None] * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     else:
@@ -36,7 +40,13 @@ def _convolved(p, weight, before, b, t, c, inside, T, stride, batch_stride, W: t
         some = tl.max(inside.to(tl.int32), 0) > 0
         for j in tl.static_range(W):
             w = tl.load(weight + j * N + c, mask=some, other=0.0).to(tl.float32)
-            total += w[None, :] * _history(p, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
+            if place is None:
+                seen = _history(p, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
+            else:
+                at = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
+                n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+                seen = look_back(p, before, t, W - 1 - j, at, n, c, inside, stride, W, N)
+            total += w[None, :] * seen
         return total
 
 
@@ -54,7 +64,7 @@ def _place(part, head, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, last, T, stride, batch_stride,
+def prepare(p, weight, before, place, decay_log, decay_bias, q, k, v, beta, log_decay, last, T, stride, batch_stride,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
             BH: tl.constexpr, AT_BETA: tl.constexpr, AT_DECAY: tl.constexpr, BETA_MAX: tl.constexpr,
             KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
@@ -64,7 +74,8 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
 
         p           (B, T, columns) with these strides
         weight      (W, N), and before (B, W - 1, N), of the convolution, or None
-        decay_log   (H,), and decay_bias (H,), or None
+        place       (T, 2) of packed sequences, of which B is 1 and `before` has one each, or None
+        decay_log   (H,), and decay_bias (H,), or None; without a bias it is the log decay itself, of every token
         q, k, v, beta, log_decay, last: written, None where the layer has none
         W           taps, 0 for none;  BD, BH: head width and heads rounded up to powers of two
         AT_BETA, AT_DECAY: first columns of the rates in the projection;  KIND, NORM: of the features, as in features.py
@@ -80,7 +91,7 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
         first, width = _place(part, head, H, K, V)
         d = tl.arange(0, BD)
         inside = (t < T)[:, None] & (d < width)[None, :]
-        value = _convolved(p, weight, before, b, t, first + d, inside, T, stride, batch_stride, W, N)
+        value = _convolved(p, weight, before, place, b, t, first + d, inside, T, stride, batch_stride, W, N)
         row = (b * T + t) * H + head
         at = row[:, None] * width + d[None, :]
         # Queries and keys: the map and its norm. Values: SiLU where they were convolved, as they are otherwise.
@@ -96,7 +107,7 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
             if W:
                 value = value * tl.sigmoid(value)
             tl.store(v + at, value.to(v.dtype.element_ty), mask=inside)
-        if W:  # noqa: SIM102 - this is known when compiling, the other is not
+        if last is not None:  # noqa: SIM102 - this is known when compiling, the other is not
             if tl.program_id(0) == 0:
                 i = tl.arange(0, BT)
                 some = (i < W - 1)[:, None] & (d < width)[None, :]
@@ -112,14 +123,17 @@ def prepare(p, weight, before, decay_log, decay_bias, q, k, v, beta, log_decay, 
             raw = tl.load(source + AT_BETA, mask=real, other=0.0).to(tl.float32)
             tl.store(beta + rates, BETA_MAX * tl.sigmoid(raw), mask=real)
         if log_decay is not None:
-            raw = tl.load(source + AT_DECAY, mask=real, other=0.0).to(tl.float32)
-            raw += tl.load(decay_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-            rate = tl.exp(tl.load(decay_log + h, mask=h < H, other=0.0).to(tl.float32))
-            tl.store(log_decay + rates, -rate[None, :] * _softplus(raw), mask=real)
+            log = tl.load(decay_log + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+            if decay_bias is None:
+                tl.store(log_decay + rates, log + tl.zeros([BT, BH], tl.float32), mask=real)
+            else:
+                raw = tl.load(source + AT_DECAY, mask=real, other=0.0).to(tl.float32)
+                raw += tl.load(decay_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+                tl.store(log_decay + rates, -tl.exp(log) * _softplus(raw), mask=real)
 
 
 @triton.jit
-def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, log_parts,
+def prepare_backward(p, weight, before, place, decay_log, decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, log_parts,
                      bias_parts, T, stride,
                      batch_stride, dz_stride, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
                      BT: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, AT_BETA: tl.constexpr,
@@ -144,7 +158,7 @@ def prepare_backward(p, weight, before, decay_log, decay_bias, dq, dk, dv, dbeta
         first, width = _place(part, head, H, K, V)
         d = tl.arange(0, BD)
         inside = (t < T)[:, None] & (d < width)[None, :]
-        value = _convolved(p, weight, before, b, t, first + d, inside, T, stride, batch_stride, W, N)
+        value = _convolved(p, weight, before, place, b, t, first + d, inside, T, stride, batch_stride, W, N)
         row = (b * T + t) * H + head
         at = row[:, None] * width + d[None, :]
         # Back through the norm and the map, or through SiLU.

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.torch.kernels.convolution import takes
-from fastweights.torch.kernels.plan import Plan, aligned, keep
+from fastweights.torch.kernels.convolution import sum_rows, takes
+from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.methods import register_typed
 from fastweights.torch.packing import remember
 from fastweights.torch.tracing import is_watched
@@ -25,7 +25,7 @@ _plans: dict[tuple, Plan] = {}
 
 
 @triton.jit
-def _input(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: tl.constexpr):
+def look_back(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: tl.constexpr):
     """What stood `back` tokens before tokens t, at positions p of sequences n: [BT, BC].
 
     Each token's own sequence decides: a tap that reaches back beyond its first token reads `before` instead of the
@@ -63,7 +63,7 @@ def _tokens(x, weight, before, place, y, T, stride, W: tl.constexpr, N: tl.const
     total = tl.zeros([BT, BC], tl.float32)
     for j in tl.static_range(W):
         w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
-        total += w[None, :] * _input(x, before, t, W - 1 - j, p, n, c, inside, stride, W, N)
+        total += w[None, :] * look_back(x, before, t, W - 1 - j, p, n, c, inside, stride, W, N)
     tl.store(y + t[:, None] * N + c[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -94,8 +94,8 @@ def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.c
 
 
 @triton.jit
-def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, stride, W: tl.constexpr, N: tl.constexpr,
-                     BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, stride, dx_stride, W: tl.constexpr,
+                     N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Gradients of x, and of the weight as sums over this program's tokens.
 
     Token t was read by itself and by the next W - 1 tokens of its sequence, each with another tap:
@@ -105,7 +105,7 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, st
     One program: the tile of `_tokens`.
 
         dy          (T, N);  dlast (sequences, W - 1, N) or None
-        dx          (T, N), written
+        dx          (T, N) with this stride, written
         dweight     (blocks of tokens, W, N), written: summed over blocks afterwards
     """
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -123,12 +123,12 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, st
         seen = inside & (left >= back)[:, None]
         up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
         total += w[None, :] * up
-        had = _input(x, before, t, back, p, n, c, inside, stride, W, N)
+        had = look_back(x, before, t, back, p, n, c, inside, stride, W, N)
         tl.store(dweight + (part + j) * N + c, tl.sum(g * had, 0), mask=c < N)
     if dlast is not None:
         at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
         total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
-    tl.store(dx + t[:, None] * N + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + t[:, None] * dx_stride + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -203,16 +203,38 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
         # y in the wider of the two types; what is kept for the next call as it came
         y = plan.empty((1, T, N), torch.promote_types(x.dtype, weight.dtype))
         last = plan.empty((sequences, W - 1, N), x.dtype if before is None else before.dtype)
-        columns = -(-N // BC)
         if T:
-            plan.launch(_tokens, (-(-T // BT), columns), (slot_x, slot_w, slot_b, slot_p, y), (T, x.stride(1)),
+            plan.launch(_tokens, (-(-T // BT), -(-N // BC)), (slot_x, slot_w, slot_b, slot_p, y), (T, x.stride(1)),
                         (W, N, BT, BC), num_warps=4)  # fmt: skip
-        plan.launch(_ends, (sequences, columns), (slot_x, slot_b, slot_cu, last), (x.stride(1),),
-                    (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
+        plan_ends(plan, slot_x, slot_b, slot_cu, last)
         plan.results = y.place, last.place
         keep(_plans, key, plan)
     tensors = plan.run(x, weight, before, place, cu)
     return [tensors[i] for i in plan.results]
+
+
+def plan_ends(plan: Plan, x: Slot, before: Slot | None, cu: Slot, last: Slot) -> None:
+    """Plan the last inputs of every sequence, (sequences, W - 1, channels), the first columns of x (1, T, columns)."""
+    sequences, rows, N = last.shape
+    plan.launch(_ends, (sequences, -(-N // BC)), (x, before, cu, last), (x.strides[1],),
+                (rows + 1, N, _rows(rows + 1), BC), num_warps=1)  # fmt: skip
+
+
+def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slot, before: Slot | None, place: Slot,
+                  cu: Slot, dx: Slot) -> tuple[Slot | None, Slot]:  # fmt: skip
+    """Slots of the gradients of before and weight; that of x goes to the first columns of dx (1, T, columns)."""
+    (_, T, N), W = dy.shape, weight.shape[0]
+    blocks, columns = max(1, -(-T // BT)), -(-N // BC)
+    # Each block of tokens writes its own sum of the weight's gradient; they are added up afterwards, in order.
+    parts, dweight = plan.empty((blocks, W, N), torch.float32), plan.empty((W, N), weight.dtype)
+    plan.launch(_tokens_backward, (blocks, columns), (dy, dlast, x, weight, before, place, cu, dx, parts),
+                (T, x.strides[1], dx.shape[-1]), (W, N, BT, BC), num_warps=4)  # fmt: skip
+    sum_rows(plan, parts, dweight)
+    dbefore = None if before is None else plan.empty(before.shape, before.dtype)
+    if dbefore is not None:
+        plan.launch(_starts_backward, (dbefore.shape[0], columns), (dy, dlast, weight, cu, dbefore), (),
+                    (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
+    return dbefore, dweight
 
 
 def backward(
@@ -232,22 +254,9 @@ def backward(
     plan = _plans.get(key)
     if plan is None:
         plan = Plan(x.device, [dy, dlast, x, weight, before, place, cu])
-        slot_dy, slot_dlast, slot_x, slot_w, slot_b, slot_p, slot_cu = plan.inputs
-        T, N, W, sequences = x.shape[1], x.shape[2], len(weight), len(cu) - 1
-        blocks, columns = max(1, -(-T // BT)), -(-N // BC)
-        # each block of tokens writes its own sum of the weight's gradient; they are added up afterwards, in order
-        dx, parts = plan.empty((1, T, N), x.dtype), plan.empty((blocks, W, N), torch.float32)
-        slots = (slot_dy, slot_dlast, slot_x, slot_w, slot_b, slot_p, slot_cu, dx, parts)
-        plan.launch(_tokens_backward, (blocks, columns), slots, (T, x.stride(1)), (W, N, BT, BC), num_warps=4)
-        dtype = weight.dtype
-        dweight = plan.compute(lambda parts: parts.sum(0).to(dtype), (parts,), (W, N), dtype)
-        results = [dx.place, dweight.place]
-        if before is not None:
-            dbefore = plan.empty(tuple(before.shape), before.dtype)
-            plan.launch(_starts_backward, (sequences, columns), (slot_dy, slot_dlast, slot_w, slot_cu, dbefore), (),
-                        (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
-            results.append(dbefore.place)
-        plan.results = results
+        dx = plan.empty(tuple(x.shape), x.dtype)
+        dbefore, dweight = plan_backward(plan, *plan.inputs, dx)
+        plan.results = [slot.place for slot in (dx, dweight, dbefore) if slot is not None]
         keep(_plans, key, plan)
     tensors = plan.run(dy, dlast, x, weight, before, place, cu)
     return [tensors[i] for i in plan.results]
