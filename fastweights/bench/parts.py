@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,12 +23,43 @@ from fastweights.models.mixers import FastWeightMixer
 from fastweights.torch import nn as layers
 
 # names of the parts as the table shows them
-PRODUCTS, MEMORY, CONV, NORMS, FF = "projections", "memory", "convolution", "norms and gates", "feed-forward"
+PRODUCTS, MEMORY, NORMS, FF = "projections", "memory", "norms and gates", "feed-forward"
+CONV = "convolution and features"
 HEAD, OPTIMISER, HOST = "head and loss", "optimiser", "host"
 FUSED, BOTH = "fused kernels (compiled)", "projections and feed-forward (compiled)"
 PARTS = (PRODUCTS, MEMORY, CONV, NORMS, FF, BOTH, FUSED, HEAD, OPTIMISER, HOST)
 MARK = "part: "
 BACKWARD = "autograd::engine::evaluate_function"
+
+
+@cache
+def _of_kernels() -> dict[str, str]:
+    """Part by the name of a GPU kernel of ours: a layer that is one plan launches all of them from one call."""
+    if find_spec("triton") is None:
+        return {}
+    import triton
+
+    from fastweights.torch import kernels as k
+    from fastweights.torch.kernels import convolution, features, mixer_tiles, packed_convolution, wide_keys
+
+    memory = (
+        k.tiles,
+        k.inverse,
+        k.forward_kernels,
+        k.backward_kernels,
+        k.spans,
+        k.sequence_parallel,
+        k.step,
+        wide_keys,
+    )
+    found: dict[str, str] = {}
+    for part, modules in {MEMORY: memory, CONV: (convolution, packed_convolution, features)}.items():
+        for module in modules:
+            own = [x for x in vars(module).values() if isinstance(x, triton.runtime.KernelInterface)]
+            found |= {x.__name__: part for x in own if x.__module__ == module.__name__}
+    prepare, finish = ("prepare", "prepare_backward"), ("finish", "finish_backward")
+    assert all(hasattr(mixer_tiles, name) for name in (*prepare, *finish))
+    return found | dict.fromkeys(prepare, CONV) | dict.fromkeys(finish, NORMS)
 
 
 def _named(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,6 +198,8 @@ def _part(e: Any, forward: dict[int, str], kernel: str) -> str:
         forward: autograd's number of an operation -> its part.
         kernel: name of the GPU kernel, or of the operation.
     """
+    if kernel in _of_kernels():
+        return _of_kernels()[kernel]
     names = [a.name for a in _above(e)]
     if any(name.startswith("Optimizer.") or "_foreach_" in name or "clip_grad" in name for name in names):
         return OPTIMISER

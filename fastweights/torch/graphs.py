@@ -99,7 +99,7 @@ def capture(f: Call, inputs: tuple[Tensor, ...]) -> Graph | str:
     """f as a graph on copies of the inputs, or why it cannot be one.
 
     f runs once on another stream first: kernels are compiled then, and libraries make their workspaces, neither of
-    which may happen while a graph is recorded.
+    which may happen while a graph is recorded. A replay is compared with the call itself before the graph is used.
     """
     with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
         own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
@@ -116,4 +116,21 @@ def capture(f: Call, inputs: tuple[Tensor, ...]) -> Graph | str:
             reason = f"capturing failed: {str(error).splitlines()[0]}"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
             return reason
+        graph.replay()
+        if not all(map(close, outputs, f(*own))):
+            reason = "a replay gave other numbers than the call itself"
+            warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
+            return reason
     return Graph(graph, own, outputs)
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    """Whether a replay and the call itself gave the same but for rounding; numbers that are none must be none in both.
+
+    Examples:
+        >>> close(torch.tensor([1.0, 2.0]), torch.tensor([1.001, 2.0])), close(torch.ones(2), torch.zeros(2))
+        (True, False)
+    """
+    a, b = got.double(), want.double()
+    allowed = 1e-2 * b.nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp(min=1e-6) if b.numel() else 0.0
+    return bool(((a - b).abs() <= allowed).logical_or_(a == b).logical_or_(a.isnan() & b.isnan()).all())

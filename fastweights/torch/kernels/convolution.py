@@ -34,7 +34,7 @@ def _history(x, before, b, p, c, inside, T, stride, batch_stride, W: tl.constexp
 
 
 @triton.jit
-def _forward(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
+def _convolve(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
              BC: tl.constexpr):  # fmt: skip
     """y = the convolution of x, for BT tokens and BC channels of one batch row.
 
@@ -82,7 +82,7 @@ def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def _backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, dx_stride, blocks,
+def _convolve_backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, dx_stride, blocks,
               W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Gradients of x, of `before`, and of the taps, for BT tokens and BC channels of one batch row.
 
@@ -136,7 +136,7 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, T
         dtype = torch.promote_types(x.dtype, weight.dtype)
         y, last = plan.empty((B, T, N), dtype), plan.empty((B, W - 1, N), x.dtype if before is None else before.dtype)
         if B * N:
-            plan.launch(_forward, (max(1, -(-T // BT)), -(-N // BC), B), (*plan.inputs, y, last),
+            plan.launch(_convolve, (max(1, -(-T // BT)), -(-N // BC), B), (*plan.inputs, y, last),
                         (T, x.stride(1), x.stride(0)), (W, N, BT, BC), num_warps=4)  # fmt: skip
         plan.results = y.place, last.place
         keep(_plans, key, plan)
@@ -152,7 +152,7 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
     dbefore = None if before is None else plan.empty((B, W - 1, N), before.dtype)
     parts, dweight = plan.empty((B * blocks, W, N), torch.float32), plan.empty((W, N), weight.dtype)
     if B * N:
-        plan.launch(_backward, (blocks, -(-N // BC), B), (dy, dlast, x, weight, before, dx, dbefore, parts),
+        plan.launch(_convolve_backward, (blocks, -(-N // BC), B), (dy, dlast, x, weight, before, dx, dbefore, parts),
                     (T, x.strides[1], x.strides[0], dx.shape[-1], blocks), (W, N, BT, BC), num_warps=4)  # fmt: skip
     sum_rows(plan, parts, dweight)
     return dbefore, dweight
