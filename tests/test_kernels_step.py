@@ -42,10 +42,14 @@ def test_a_state_is_overwritten_only_when_given_away(rng):
     before, S = x["state"].clone(), x["state"]
     o, after = fast_weight(**x, method="kernel")
     assert torch.equal(S, before)
-    o_2, same = fast_weight(**x, method="kernel", out_state=S)
-    assert same is S
-    assert torch.equal(S, after)
-    assert torch.equal(o, o_2)
+    for named, where in (([], dict(out_state=S)), ([S], {})):
+        S.copy_(before)
+        with kernels.step.in_place(named):
+            o_2, same = fast_weight(**x, method="kernel", **where)
+        assert same is S
+        assert torch.equal(S, after)
+        assert torch.equal(o, o_2)
+    assert fast_weight(**x, method="kernel")[1] is not S
 
 
 def test_where_the_state_goes_without_a_kernel(rng):

@@ -1,7 +1,9 @@
 """What makes models fast changes nothing else: compiled blocks, and a stream of known steps."""
 
 import json
+import warnings
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from fastweights.lm import training
 from fastweights.lm.decoding import Decoder
 from fastweights.lm.generation import Sampling
 from fastweights.lm.training import train
+from fastweights.models import flex
 from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
@@ -112,6 +115,24 @@ def test_a_graph_that_replays_something_else_is_not_used():
     assert not decoder._agrees(Replay(decoder, wrong=True), None)  # the token of the capture, recorded by mistake
     assert decoder.token.tolist() == [29, 3]
     assert all(torch.equal(x, y) for (_, x), y in zip(flatten(decoder.state), before, strict=True))
+
+
+def test_flex_attention_sees_what_masked_attention_sees():
+    """A carried window, rows that hold different numbers of its tokens, and a document that starts inside."""
+    torch.manual_seed(0)
+    B, H, T, W = 2, 2, 5, 4
+    q, k, v = (torch.randn(B, H, n, 8) for n in (T, W + T, W + T))
+    held, starts = torch.tensor([2, 4]), torch.zeros(B, T, dtype=torch.bool)
+    starts[1, 3] = True
+    seen = torch.zeros(B, 1, T, W + T, dtype=torch.bool)
+    for b, i, j in product(range(B), range(T), range(W + T)):
+        same = j >= W - held[b] and not starts[b, max(0, j - W + 1) : i + 1].any() if j < W + i else j == W + i
+        seen[b, 0, i, j] = bool(same) and i + W - j <= W
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled here
+        got = flex.attend(q, k, v, W, held, starts)
+    torch.testing.assert_close(got, want)
 
 
 def test_a_token_is_drawn_as_often_as_it_is_likely():

@@ -6,14 +6,17 @@ be queued before the host has seen the token of the last one.
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastweights.attention import AttentionState
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.refresh import RefreshState
 from fastweights.torch import graphs, watching
+from fastweights.torch.hand_gradients import HAS_TRITON
 from fastweights.torch.tree import flatten, map_tensors
 
 Pick = Callable[[Tensor, Tensor], Tensor]  # logits (B, V), noise (B,) in [0, 1) -> tokens (B,)
@@ -116,7 +119,8 @@ class Decoder:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            # Nothing runs while it is recorded; what is recorded writes the memories where they are.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), _in_place(self.state):
                 token, state = self._step(self.token, self.state, self.noise, full)
                 self.token.copy_(token)
                 _overwrite(self.state, state)
@@ -142,6 +146,18 @@ class Decoder:
         self.token.copy_(before[0])
         _overwrite(self.state, before[1])
         return agree
+
+
+def _in_place(state):
+    """While it lasts, kernels for one token write into the memories of a state; without kernels it does nothing.
+
+    Attention norm reads its sums twice in a step, so layers with that norm are left out.
+    """
+    if not HAS_TRITON:
+        return nullcontext()
+    from fastweights.torch.kernels import step
+
+    return step.in_place([s.memory for s in state.blocks if isinstance(s, AttentionState) and s.z is None])
 
 
 def _overwrite(state: Any, by: Any) -> None:

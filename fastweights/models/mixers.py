@@ -20,6 +20,8 @@ from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
 
+LONG = 128  # tokens from which compiled softmax attention on a GPU is FlexAttention
+
 
 class Documents(NamedTuple):
     """Rows cut where documents start, N documents in all: what keeps one document's memory out of the next.
@@ -175,6 +177,14 @@ class SoftmaxMixer(nn.Module):
         W = self.window if state is not None else 0  # without a state there is nothing to look back at
         q, k, v = self._qkv(x, state)
         at = torch.arange(W + T, device=x.device)
+        if torch.compiler.is_compiling() and x.is_cuda and W and documents is not None and T >= LONG:
+            from fastweights.models import flex
+
+            count = documents.kept(state.held)
+            turned, keys, values = (y.transpose(1, 2) for y in (rotate(q, at[W:]), rotate(k, at), v))
+            y = flex.attend(turned, keys, values, self.window, count, documents.starts)
+            age = self._age(count, documents, at[:T])
+            return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(k, v, age)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
         seen = ((back >= 0) & (back <= self.window))[None]
         count = at.new_zeros(B) if state is None else state.held if documents is None else documents.kept(state.held)

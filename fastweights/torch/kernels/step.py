@@ -4,6 +4,10 @@ The memory is read once and written once, which is all the time it takes. `step`
 `step_` writes into it.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
@@ -142,8 +146,22 @@ step_op_ = register("step_", "(Tensor?[] inputs, Tensor(a!) state, str spec) -> 
 def run(inputs: Inputs, spec: Spec, overwrite: bool) -> tuple[Tensor, Tensor]:
     """(o, state) of one token without gradients; overwrite: the new state takes the place of the old."""
     arrays, state = list(inputs[:ARRAYS]), inputs.state
+    overwrite = overwrite or id(state) in getattr(_here, "states", ())
     if overwrite and state.is_contiguous() and state.data_ptr() % 16 == 0:
         run_ = step_op_ if is_watched() else step_
         return run_([*arrays[:-1], None], state, spec.text), state
     o, after = step_op(arrays, spec.text) if is_watched() else step(arrays, spec.text)
     return o, after
+
+
+_here = threading.local()
+
+
+@contextmanager
+def in_place(states: list[Tensor]) -> Iterator[None]:
+    """While it lasts, steps of this thread write into these states: a graph that is recorded then copies no memory."""
+    _here.states = {id(state) for state in states}
+    try:
+        yield
+    finally:
+        _here.states = ()
