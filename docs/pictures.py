@@ -1,4 +1,4 @@
-"""The picture on the first page, wide and for a phone, from the data in this repository: `python docs/pictures.py`."""
+"""Pictures of the first page, wide and for a phone, and of results, from data here: `python docs/pictures.py`."""
 
 import csv
 import json
@@ -9,6 +9,7 @@ from statistics import mean
 ROOT = Path(__file__).parent.parent
 READING = ROOT / "benchmarks/amd-epyc-ccf9fb5-lm.json"
 OVERWRITE = ROOT / "docs/results/overwrite.csv"
+FIRST_TOKEN = ROOT / "docs/results/first-token.csv"
 OURS, THEIRS = "#1f6fb4", "#d1495b"
 
 
@@ -59,6 +60,30 @@ def main(path, rows, columns, size):
     figure.savefig(path, dpi=110)
 
 
+def first_token(path):
+    """Reading a prompt on a GPU: time until the first token, what is carried, and tokens per second after it."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    with FIRST_TOKEN.open() as file:
+        rows = list(csv.DictReader(file))
+    columns = dict(seconds="Seconds to the first token", state_mib="MiB carried", tokens_per_second="Tokens/s after it")
+    for axis, (column, title) in zip(axes, columns.items(), strict=True):
+        for model, label, color in (("gated-delta", "gated delta rule", OURS), ("transformer", "transformer", THEIRS)):
+            points = [(int(r["tokens"]), float(r[column])) for r in rows if r["model"] == model]
+            axis.plot(*zip(*points, strict=True), marker="o", linewidth=2.5, color=color, label=label)
+        axis.set(title=title, xlabel="tokens in the prompt", xscale="log", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(color="#e4e4e4")
+        axis.legend(frameon=False, fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
 if __name__ == "__main__":
     main(ROOT / "docs/images/first.png", 1, 3, (12, 3.5))
     main(ROOT / "docs/images/first-phone.png", 3, 1, (4.4, 9.5))
+    first_token(ROOT / "docs/results/first-token.png")

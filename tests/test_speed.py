@@ -40,12 +40,13 @@ def go(tmp_path, monkeypatch):
     return call
 
 
-def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(go):
+@pytest.mark.parametrize("head", ["linear", "fwl"])
+def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(go, head):
     """One graph for both blocks, wherever documents start, through validations, and when the run goes on."""
-    eager = go("eager", head="linear", compile=False)
+    eager = go("eager", head=head, compile=False)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = go("compiled", head="linear", compile=True)
+    compiled = go("compiled", head=head, compile=True)
     assert dict(torch._dynamo.utils.counters["graph_break"]) == {}
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert [x["loss"] for x in compiled] == pytest.approx([x["loss"] for x in eager], abs=1e-6, rel=0)

@@ -6,7 +6,7 @@ be queued before the host has seen the token of the last one.
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class Decoder:
         return agree
 
 
-def _in_place(state):
+def _in_place(state: State) -> AbstractContextManager:
     """While it lasts, kernels for one token write into the memories of a state; without kernels it does nothing.
 
     Attention norm reads its sums twice in a step, so layers with that norm are left out.

@@ -79,7 +79,7 @@ def unit(x: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
         >>> unit(torch.tensor([3.0, 4.0]), 0.0)
         tensor([0.6000, 0.8000])
     """
-    if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
+    if torch.compiler.is_compiling() and not x.is_cpu:  # the compiler fuses the plain form itself
         return x * (torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) * scale)
     learning = (x.requires_grad and torch.is_grad_enabled()) or is_watched()
     return Unit.apply(x, eps, scale)[0] if learning else Unit.forward(x, eps, scale)[0]

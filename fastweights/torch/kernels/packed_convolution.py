@@ -255,7 +255,7 @@ def backward(
     if plan is None:
         plan = Plan(x.device, [dy, dlast, x, weight, before, place, cu])
         dx = plan.empty(tuple(x.shape), x.dtype)
-        dbefore, dweight = plan_backward(plan, *plan.inputs, dx)
+        dbefore, dweight = plan_backward(plan, *plan.inputs, dx=dx)
         plan.results = [slot.place for slot in (dx, dweight, dbefore) if slot is not None]
         keep(_plans, key, plan)
     tensors = plan.run(dy, dlast, x, weight, before, place, cu)
