@@ -19,6 +19,7 @@ from fastweights.torch.dtypes import wide
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
+LOGITS = 2**26  # the same for the kernels of a chunk
 
 
 class Weights(NamedTuple):
@@ -91,7 +92,8 @@ def read(
                 r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
             loss = None
             if call.close:
-                loss, dn = _score(n, words, c, labels[part], gradient=True)
+                at_once = fused and labels[part].numel() * len(words) <= LOGITS
+                loss, dn = fused.score(n, words, c, labels[part]) if at_once else _score(n, words, c, labels[part])
                 if fused:
                     dy, half = fused.backward(now, xhat, rstd, dn, shares[part])
                 else:
@@ -263,7 +265,7 @@ def _subtract(w, keys, gradients):
         w -= torch.bmm(keys, gradients)
 
 
-def _score(n, words, c, labels, *, gradient):
+def _score(n, words, c, labels, *, gradient=True):
     """Loss (N, T) of each label, in float32 or wider, and its gradient at n (N, T, size)."""
     flat, y = n.flatten(0, 1), labels.flatten()
     if flat.is_cuda or len(flat) * len(words) > DIRECT:

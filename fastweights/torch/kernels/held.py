@@ -72,21 +72,53 @@ def _norm_backward(dn, share, share_stride, xhat, scale, rstd, dy, T, size, BLOC
 
 
 @triton.jit
+def _softmax(z, n, words, c, label, loss, V, size, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """z becomes softmax(z) less 1 at the label, and the loss is written. One program: one token.
+
+    The label's own logit is computed once more, in float32: the rounding of z would be seen in the loss.
+
+        z       (N * T, V), logits;  n (N * T, size);  words (V, size);  c (V,);  label, loss (N * T,)
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = z + row * V
+    column = tl.arange(0, BLOCK)
+    x = tl.load(at + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    total = tl.exp(x - top)
+    for first in range(BLOCK, V, BLOCK):
+        x = tl.load(at + first + column, mask=first + column < V, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - new) + tl.exp(x - new)
+        top = new
+    log_sum = top + tl.log(tl.sum(total, 0))
+    y = tl.load(label + row)
+    for first in range(0, V, BLOCK):
+        inside = first + column < V
+        x = tl.load(at + first + column, mask=inside, other=-float("inf")).to(tl.float32)
+        p = tl.exp(x - log_sum) - tl.where(first + column == y, 1.0, 0.0)
+        tl.store(at + first + column, p.to(z.dtype.element_ty), mask=inside)
+    column = tl.arange(0, SIZE)
+    word = tl.load(words + y * size + column, mask=column < size, other=0.0).to(tl.float32)
+    word *= tl.load(n + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(loss + row, log_sum - tl.sum(word, 0) - tl.load(c + y).to(tl.float32))
+
+
+@triton.jit
 def _update(
-    w, low, bias, low_bias, k, g, r, steps, k_stride, T, inputs, outputs,
+    n, tile, w, low, bias, low_bias, k, g, r, steps, k_stride, T, inputs, outputs,
     STEP: tl.constexpr, FACTOR: tl.constexpr, HAS_R: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """w -= step FACTOR k^T (g r) and bias -= step' FACTOR sum g r, both also as copies in 16 bits.
 
-    One program: BI x BO weights of one sequence. The programs of the first inputs see to the bias.
+    Of BI x BO weights of sequence n, those of number `tile`; the tiles of the first inputs see to the bias.
 
         w, low      (N, inputs, outputs);  bias, low_bias (N, outputs)
         k           (N, T, inputs), k_stride from sequence to sequence;  g, r (N, T, outputs), r where HAS_R
         steps       (6,): STEP is w's, the next one the bias's
     """
-    n = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BI + tl.arange(0, BI)
-    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    across = tl.cdiv(outputs, BO)
+    i = tile // across * BI + tl.arange(0, BI)
+    o = tile % across * BO + tl.arange(0, BO)
     change = tl.zeros([BI, BO], tl.float32)
     total = tl.zeros([BO], tl.float32)
     for first in range(0, T, BT):
@@ -106,7 +138,7 @@ def _update(
     new = tl.load(w + at, mask=inside, other=0.0) - change * (FACTOR * tl.load(steps + STEP))
     tl.store(w + at, new, mask=inside)
     tl.store(low + at, new.to(low.dtype.element_ty), mask=inside)
-    if tl.program_id(1) == 0:
+    if tile < across:
         each = n * outputs + o
         moved = tl.load(bias + each, mask=o < outputs, other=0.0) - total * (FACTOR * tl.load(steps + STEP + 1))
         tl.store(bias + each, moved, mask=o < outputs)
@@ -115,14 +147,13 @@ def _update(
 
 @triton.jit
 def _update_norm(
-    scale, low_scale, shift, low_shift, xhat, dn, steps, T, size, BLOCK: tl.constexpr, BT: tl.constexpr
+    n, tile, scale, low_scale, shift, low_shift, xhat, dn, steps, T, size, BLOCK: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """scale -= step sum xhat dn and shift -= step' sum dn, both also in 16 bits. One program: BLOCK of one sequence.
+    """scale -= step sum xhat dn and shift -= step' sum dn, both also in 16 bits: BLOCK of them of sequence n.
 
     scale, shift and their copies (N, size);  xhat, dn (N, T, size);  steps (6,)
     """
-    n = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     along = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -140,6 +171,28 @@ def _update_norm(
     new = tl.load(shift + at, mask=mask, other=0.0) - total * tl.load(steps + 5)
     tl.store(shift + at, new, mask=mask)
     tl.store(low_shift + at, new.to(low_shift.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _learn(
+    w1, low1, b1, low_b1, w2, low2, b2, low_b2, scale, low_scale, shift, low_shift,
+    x, half, r, a, dy, xhat, dn, steps, x_stride, T, D, F, size, TILE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """A step of all weights. One program: a tile of the first matrix, of the second, or of the norm, of one sequence.
+
+    Tensors as in `_update` and `_update_norm`; the gradient at the hidden layer is 2 r half.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    first = tl.cdiv(D, TILE) * tl.cdiv(F, TILE)
+    second = tl.cdiv(F, TILE) * tl.cdiv(size, TILE)
+    if tile < first:
+        _update(n, tile, w1, low1, b1, low_b1, x, half, r, steps, x_stride, T, D, F, 0, 2.0, True, TILE, TILE, BT)
+    elif tile < first + second:
+        _update(n, tile - first, w2, low2, b2, low_b2, a, dy, dy, steps, T * F, T, F, size, 2, 1.0, False, TILE, TILE,
+                BT)  # fmt: skip
+    else:
+        _update_norm(n, tile - first - second, scale, low_scale, shift, low_shift, xhat, dn, steps, T, size, TILE, BT)
 
 
 def forward(W: tuple[Tensor, ...], x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -185,13 +238,25 @@ def learn(
         half, dy, dn: of `backward`.
         steps: (6,) in float32.
     """
-    N, T, size = dn.shape
-    tokens = max(16, min(64, triton.next_power_of_2(T)))
-    for at, k, g, gate, factor in ((0, x, half, r, 2.0), (2, a, dy, dy, 1.0)):
-        inputs, outputs = k.shape[-1], g.shape[-1]
-        _update[N, triton.cdiv(inputs, TILE), triton.cdiv(outputs, TILE)](
-            wide[at], low[at], wide[at + 1], low[at + 1], k, g, gate, steps, k.stride(0), T, inputs, outputs,
-            STEP=at, FACTOR=factor, HAS_R=at == 0, BI=TILE, BO=TILE, BT=tokens,
-        )  # fmt: skip
-    _update_norm[N, triton.cdiv(size, TILE)](wide[4], low[4], wide[5], low[5], xhat, dn, steps, T, size, BLOCK=TILE,
-                                             BT=tokens)  # fmt: skip
+    (N, T, size), (D, F) = dn.shape, wide[0].shape[1:]
+    tiles = triton.cdiv(D, TILE) * triton.cdiv(F, TILE) + (triton.cdiv(F, TILE) + 1) * triton.cdiv(size, TILE)
+    pairs = (w for pair in zip(wide, low, strict=True) for w in pair)
+    _learn[N, tiles](*pairs, x, half, r, a, dy, xhat, dn, steps, x.stride(0), T, D, F, size, TILE=TILE,
+                     BT=max(16, min(64, triton.next_power_of_2(T))))  # fmt: skip
+
+
+def score(n: Tensor, words: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss (N, T) of each label, and its gradient (N, T, size) at the features n; all logits are held at once.
+
+    Args:
+        n: (N, T, size) features.
+        words, c: (V, size) and (V,), the output embedding.
+        labels: (N, T).
+    """
+    flat, V = n.flatten(0, 1), len(words)
+    z = torch.addmm(c, flat, words.mT)
+    loss = torch.empty(labels.shape, dtype=torch.float32, device=n.device)
+    _softmax[(len(flat),)](z, flat, words, c, labels.contiguous(), loss, V, n.shape[-1],
+                           BLOCK=min(4096, triton.next_power_of_2(V)), SIZE=triton.next_power_of_2(n.shape[-1]),
+                           num_warps=8)  # fmt: skip
+    return loss, torch.mm(z, words).view(n.shape)
