@@ -129,6 +129,14 @@ class Recurrent(nn.Module):
         return self.out(h), state
 
 
+def test_recurrent_layers_are_in_training_mode_which_cudnn_wants():
+    m = Recurrent().eval()
+    with DynamicEvaluation(m, lr=0.1, carry=True):
+        assert m.rnn.training
+        assert not m.training
+    assert not m.rnn.training
+
+
 def test_carried_state_gives_the_scores_of_one_pass():
     torch.manual_seed(0)
     m, tokens = Recurrent(), text()

@@ -10,7 +10,7 @@ import torch
 from model import Pages, autocast, features, folder, layer, load_body
 from safetensors.torch import load_file
 
-from fastweights.torch import GradientStatistics
+from fastweights.torch import DynamicEvaluation, GradientStatistics
 from fastweights.torch.cache import NeuralCache
 
 SEGMENT = 64  # of dynamic evaluation
@@ -153,13 +153,26 @@ class Scorer:
             output = ["model.embedding.weight"]  # tied
             names = dict(block=block, output=output, both=block + output)[which]
 
-        def together(rows, rates, clips):
+        def one_by_one(rows, rates, clips):
+            """Recurrent layers of cuDNN do not run side by side with weights of their own."""
+            found = []
+            for row, lr, clip in zip(rows, rates, clips, strict=True):
+                named = [n.removeprefix("model.") for n in names]
+                how = dict(rule=rule, lr=lr, eps=EPS, segment=SEGMENT, carry=True, call=self.whole)
+                with DynamicEvaluation(self.model, parameters=named, statistics=statistics, **how,
+                                       clip=clip if math.isfinite(clip) else None) as dynamic:  # fmt: skip
+                    tokens = torch.from_numpy(row)[None].to(self.given.device)
+                    found.append(dynamic.run(tokens).losses[0].cpu().numpy())
+            return found
+
+        def side_by_side_(rows, rates, clips):
             at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
             inputs = [self.x(r)[0] if alone else torch.from_numpy(r[:-1]).to(self.given.device) for r in rows]
             losses = side_by_side.score(module, names, inputs, [self.labels(r)[0] for r in rows], at(rates), at(clips),
                                         divide=divide, segment=SEGMENT, most=self.given.together)  # fmt: skip
             return [x.cpu().numpy() for x in losses]
 
+        together = one_by_one if not alone and self.given.body == "lstm" else side_by_side_
         start = {"all": (0.2, 2e-4), "block": (1.0, 8e-4), "output": (1.0, 4e-4), "both": (1.0, 4e-4)}[which]
         start = start[rule == "rms"]
         name = f"dynamic-{which}-{rule}"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fastweights.core import FastWeightError
 from fastweights.torch import graphs
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
-from fastweights.torch.gradient_statistics import Call, GradientStatistics, call_model, token_losses, track
+from fastweights.torch.gradient_statistics import Call, GradientStatistics, call_model, evaluating, token_losses, track
 from fastweights.torch.tree import map_tensors
 
 RULES = ("sgd", "rms", "rms-sum")
@@ -166,7 +166,7 @@ class DynamicEvaluation:
             p.requires_grad_(False)
         for p in self.named.values():
             p.requires_grad_(True)
-        self.model.eval()
+        evaluating(self.model)
         return self
 
     def __exit__(self, *failure) -> None:

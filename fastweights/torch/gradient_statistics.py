@@ -36,6 +36,17 @@ def track(items: Iterable, name: str, show: bool) -> Iterable:
     return progress.track(items, description=name)
 
 
+def evaluating(model: nn.Module) -> None:
+    """Put a model into evaluation mode, in which it can still be differentiated.
+
+    cuDNN's recurrent layers have gradients in training mode alone, which without dropout means nothing else to them.
+    """
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and not module.dropout:
+            module.train()
+
+
 class GradientStatistics(dict[str, Tensor]):
     """Mean squared gradients by parameter name, over `batches` batches of training data.
 
@@ -65,7 +76,7 @@ class GradientStatistics(dict[str, Tensor]):
             progress: show a bar.
         """
         found, training = cls(), model.training
-        model.eval()
+        evaluating(model)
         try:
             for tokens in track(data, "gradient statistics", progress):
                 loss = token_losses(call(model, tokens[:, :-1], None)[0], tokens[:, 1:]).mean()
