@@ -86,6 +86,11 @@ def check(
     """The deviations of every contestant that can be compared, and the peers that fail here with their reason.
 
     Raise Disagreement when a deviation is too large. An error of one of our own methods is raised as it is.
+
+    Args:
+        case: shape, rule, device and dtype of the problem.
+        contestants: ours and the peers', each with a call of its own.
+        x: the inputs by name, the same for all.
     """
     want, tolerance = exact(case, x), TOLERANCE[case.device, case.dtype]
     errors, failed = {}, {}

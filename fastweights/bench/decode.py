@@ -96,7 +96,13 @@ def captured(writer: Writer) -> Step:
 
 
 def write(writer: Writer, step: Step, tokens: int) -> Tensor:
-    """(B, tokens) from the start: what `step` makes the writer write, to compare two ways of stepping."""
+    """(B, tokens) from the start: what `step` makes the writer write, to compare two ways of stepping.
+
+    Args:
+        writer: holds the model, the states and the last tokens.
+        step: one token of every text, eager or a replayed CUDA graph.
+        tokens: to write in each text.
+    """
     writer.restart()
     text = []
     for _ in range(tokens):
@@ -106,7 +112,13 @@ def write(writer: Writer, step: Step, tokens: int) -> Tensor:
 
 
 def seconds(step: Step, tokens: int, device: str) -> float:
-    """Seconds that so many steps take, once the first one has warmed up."""
+    """Seconds that so many steps take, once the first one has warmed up.
+
+    Args:
+        step: one token of every text.
+        tokens: number of steps.
+        device: to wait for before the clock stops.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     step()
     wait()

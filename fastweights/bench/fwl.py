@@ -191,7 +191,12 @@ def run_frameworks(
 ) -> list[dict[str, Any]]:
     """Milliseconds of the block alone by framework, published and refreshed, in float32 as each makes products.
 
-    only: "jax", "keras", both, or "none"; all that are installed when absent.
+    Args:
+        shapes: (B, T, width of the body, size, vocabulary) of each problem.
+        device: that is timed on.
+        repeats: samples of each framework.
+        advance: called after each sample, for a progress bar.
+        only: "jax", "keras", both, or "none"; all that are installed when absent.
     """
     frameworks, found = fwl_frameworks.chosen(only), []
     if not frameworks:

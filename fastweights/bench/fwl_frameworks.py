@@ -90,7 +90,14 @@ def _torch(block: FWLBlock, problem: tuple[np.ndarray, ...], device: str) -> Ste
 
 
 def _jax(shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], problem: tuple[np.ndarray, ...]) -> Step:
-    """The step of Flax's block, compiled: loss and the gradients of parameters and input in one function."""
+    """The step of Flax's block, compiled: loss and the gradients of parameters and input in one function.
+
+    Args:
+        shape: (B, T, width of the body, size, vocabulary).
+        how: further arguments of the block.
+        weights: parameters of PyTorch's block, so that all start alike.
+        problem: features, labels and weights of the tokens, in NumPy.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others are on the device too
     import jax
 
@@ -107,7 +114,14 @@ def _jax(shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], p
 def _keras(
     shape: tuple[int, ...], how: dict[str, Any], weights: dict[str, Any], problem: tuple[np.ndarray, ...]
 ) -> Step:
-    """The step of Keras's block, differentiated as its backend does."""
+    """The step of Keras's block, differentiated as its backend does.
+
+    Args:
+        shape: (B, T, width of the body, size, vocabulary).
+        how: further arguments of the block.
+        weights: parameters of PyTorch's block, so that all start alike.
+        problem: features, labels and weights of the tokens, in NumPy.
+    """
     import keras
 
     import fastweights.keras as fw

@@ -208,6 +208,14 @@ def _parts(
 
     Both sides have the same weights: ours is a copy of the model, whose layers `accelerate` then changes. The rule is
     the one that the family's own code names, found by looking into its forward pass.
+
+    Args:
+        family: name of the models, such as qwen3-next.
+        name: of the size.
+        size: widths, heads and lengths.
+        model: a model of transformers with these sizes.
+        device, dtype: that it runs on and in.
+        repeats: samples of each side.
     """
     ours = copy.deepcopy(model)
     exact = model if dtype == torch.float32 else copy.deepcopy(model).float()
@@ -282,6 +290,12 @@ def _timed(
     """(forward without gradients, forward+backward) of both, which must give the same.
 
     Nothing is timed before outputs and gradients agree within TOLERANCE; a faster wrong answer is no answer.
+
+    Args:
+        sides: theirs, ours, and theirs in float32, by which both are judged.
+        device, dtype: that they run on and in.
+        repeats: samples of each side.
+        what: is timed, for the message when they disagree.
     """
 
     theirs, ours, exact = sides
@@ -366,6 +380,12 @@ def show(
 
 def payload(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, Size], dtype: torch.dtype) -> dict:
     """What goes to the JSON file.
+
+    Args:
+        results: of every part that was timed.
+        left_out: families that were not timed, with the reason.
+        sizes: by name.
+        dtype: of the models.
 
     Returns:
         Milliseconds of both sides and their ratio, by family, size and part.

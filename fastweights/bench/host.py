@@ -98,7 +98,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> None:
 
 
 def _layers(shape: Sequence[int], device: str, dtype: torch.dtype, names: Iterable[str]) -> Calls:
-    """Layers, one block of the language model, and attention's own layer, as `_operations` returns them."""
+    """Layers, one block of the language model, and attention's own layer, as `_operations` returns them.
+
+    Args:
+        shape: (B, T, heads, width of a head).
+        device, dtype: of inputs and parameters.
+        names: of the presets to time.
+    """
     B, T, H, K = shape
     dim = H * K
     x = torch.randn(B, T, dim, device=device, dtype=dtype, requires_grad=True)

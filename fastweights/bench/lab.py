@@ -120,7 +120,14 @@ def check(model: Model, plain: Plain) -> float:
 
 
 def run(repeats: int, advance: Advance, *, keys: int = KEYS, batch: int = BATCH) -> Result:
-    """Check that both compute the same, then time their steps in turns."""
+    """Check that both compute the same, then time their steps in turns.
+
+    Args:
+        repeats: samples of each.
+        advance: called after each sample, for a progress bar.
+        keys: in a sequence.
+        batch: sequences per step.
+    """
     torch.manual_seed(0)
     model = Model(Task(keys, replace=True), "dpfp-1", "delta", "sum", batch=batch)
     plain = Plain(model)

@@ -53,7 +53,14 @@ class Scaling:
 def cases(
     lengths: Sequence[int], rules: Sequence[str], methods: Sequence[str], device: str, dtype: str
 ) -> list[tuple[str, list[Case]]]:
-    """The arguments of `run` for each rule and method."""
+    """The arguments of `run` for each rule and method.
+
+    Args:
+        lengths: numbers of tokens.
+        rules: of the memory.
+        methods: of ours.
+        device, dtype: of the inputs.
+    """
     return [
         (method, [Case(rule, (1, T, 4, 64, 64), device, dtype) for T in lengths])
         for rule in rules
@@ -105,7 +112,13 @@ def _cuda_peak(case: Case, method: str) -> int:
 
 
 def _cpu_peak(case: Case, method: str, threads: int) -> int:
-    """Bytes of the process at the peak of a call, less those before it, in a process of its own."""
+    """Bytes of the process at the peak of a call, less those before it, in a process of its own.
+
+    Args:
+        case: the call.
+        method: of ours that computes it.
+        threads: of PyTorch.
+    """
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         with suppress(AttributeError):  # glibc only: blocks of 64 KiB and more go back to the system when freed

@@ -191,7 +191,14 @@ def _refusal(contestant: Contestant, case: Case) -> str | None:
 
 
 def time(case: Case, contestants: Sequence[Contestant], repeats: int, advance: Advance) -> dict[str, dict[str, Timing]]:
-    """Forward without gradients, then forward+backward with the gradients of all inputs."""
+    """Forward without gradients, then forward+backward with the gradients of all inputs.
+
+    Args:
+        case: shape, rule, device and dtype of the problem.
+        contestants: whose outputs were found to agree.
+        repeats: samples of each.
+        advance: called after each sample, for a progress bar.
+    """
     x = case.tensors()
     timed = {}
     for which, prepare in (("forward", forward), ("forward_backward", forward_backward)):
@@ -226,7 +233,13 @@ def forward_backward(contestant: Contestant, x: Mapping[str, Tensor]) -> Call:
 
 
 def _native(contestant: Contestant, x: Mapping[str, Tensor], *, gradients: bool) -> list[Tensor | None]:
-    """The contestant's own inputs, made outside the clock; those that depend on ours want gradients."""
+    """The contestant's own inputs, made outside the clock; those that depend on ours want gradients.
+
+    Args:
+        contestant: whose layout and dtype the inputs get.
+        x: our inputs by name.
+        gradients: whether they are to collect gradients.
+    """
     ours = [x[name].detach().clone().requires_grad_() if name in x else None for name in INPUTS]
     native = contestant.to_native(*ours)
     return [None if a is None else a.detach().requires_grad_(gradients and a.requires_grad) for a in native]

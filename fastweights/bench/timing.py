@@ -53,7 +53,12 @@ def interleave(
 
     Every round starts with another contestant, so that none always follows the same one. On "cuda" the clock is a
     pair of events around each call, with the cache cleared before it; nothing waits until all calls are queued.
-    `tick` is called after each sample, outside the clock.
+
+    Args:
+        contestants: name -> call without arguments.
+        repeats: samples of each.
+        device: "cpu" or "cuda".
+        tick: called after each sample, outside the clock.
 
         >>> timings = interleave({"sum": lambda: sum(range(100)), "len": lambda: len("abc")}, repeats=3)
         >>> [(name, timing.repeats) for name, timing in timings.items()]

@@ -173,7 +173,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Mode to score in: static, still, fast, cache, both, body, all, dynamic or dynamic+cache; repeatable. "
-            "All that make sense when absent."
+            "All that apply when absent."
         ),
     ] = None,
     head: Annotated[

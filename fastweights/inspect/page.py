@@ -227,7 +227,13 @@ def page(blocks: list[bytes], title: str) -> str:
 
 
 def write(path: Path, blocks: list[bytes], title: str) -> int:
-    """Write the page; its size in bytes."""
+    """Write the page; its size in bytes.
+
+    Args:
+        path: HTML file to write.
+        blocks: what was read of each model, compressed.
+        title: of the page.
+    """
     content = page(blocks, title)
     write_text(path, content)
     return len(content.encode())

@@ -20,7 +20,14 @@ Numbered = dict[int, dict[str, torch.Tensor]]
 
 
 def save_best(run: Path, model: LanguageModel, step: int, ranks: Ranks) -> None:
-    """Write the weights alone, with the step that they are from. All processes call it, the first writes."""
+    """Write the weights alone, with the step that they are from. All processes call it, the first writes.
+
+    Args:
+        run: folder of the run.
+        model: whose weights are written.
+        step: that they are from.
+        ranks: the processes of the run.
+    """
     weights = {f"model.{n}": whole(x) for n, x in model.state_dict().items()}
     if ranks.first:
         write_tensors(run / BEST, weights, dict(step=str(step)))
@@ -56,6 +63,11 @@ def restore(run: Path, model: LanguageModel, ranks: Ranks) -> tuple[list, dict[s
     """Put back the last weights, or those before where the last are damaged.
 
     Returns the carried states, one per accumulated batch, the position, and what the optimiser knew.
+
+    Args:
+        run: folder of the run.
+        model: to fill with the weights.
+        ranks: the processes of the run.
     """
     tensors, metadata, file = read_checkpoint(run, (LAST, PREVIOUS))
     weights = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}

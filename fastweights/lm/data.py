@@ -106,6 +106,12 @@ def _name(data: str, tokens: str, version: int) -> str:
 def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = None) -> Corpus:
     """The corpus that a run began with, encoded in `folder`; made again from its data where it is gone, damaged or
     of an older version.
+
+    Args:
+        folder: of the encoded corpus, as the run noted it.
+        data: as `corpus.documents` takes it.
+        tokens: the tokenizer, as `prepare` takes it.
+        cache: folder for encoded corpora; `cache_folder()` when absent.
     """
     damage = f"{folder} is gone"
     if (folder / INDEX).exists():

@@ -153,6 +153,11 @@ def memory_norms(
     """How much the memories hold along the first `limit` tokens of a text: (name, bytes read, mean norm over heads).
 
     One curve per block that has a memory; none for a model without.
+
+    Args:
+        model: of a run.
+        text: to read.
+        limit: tokens of it at most.
     """
     if not any(isinstance(m, FastWeightAttention) for m in model.modules()):
         return []

@@ -203,7 +203,15 @@ class LanguageModel(nn.Module):
         return Scores(out.loss, out.slow_loss, State(blocks, out.state))
 
     def _learn(self, x, labels, weights, fast, documents, slow):
-        """The Fast Weight Layer on features x: rows that hold several documents are laid end to end, as packed ones."""
+        """The Fast Weight Layer on features x: rows that hold several documents are laid end to end, as packed ones.
+
+        Args:
+            x: (B, T, D) features.
+            labels, weights: (B, T).
+            fast: state of the layer.
+            documents: where documents start inside the rows.
+            slow: whether the loss of the trained weights is wanted too.
+        """
         if documents is None or documents.whole:
             fast = fast if documents is None else map_tensors(documents.kept, fast)
             return self.fast.run(x, labels, weights, fast, logits=False, slow=slow)

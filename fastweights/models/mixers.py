@@ -234,7 +234,12 @@ class SoftmaxMixer(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def _remember(self, k, v, age):
-        """The last W keys and values; age: tokens since each row's document began."""
+        """The last W keys and values, as the state to carry on.
+
+        Args:
+            k, v: (B, L, H, K), of the state and of this call.
+            age: (B,) tokens since each row's document began; what is older is masked.
+        """
         W, missing = self.window, max(0, self.window - k.shape[1])
         k, v = (F.pad(a, (0, 0, 0, 0, missing, 0)) if missing else a[:, -W:].clone() for a in (k, v))
         return SoftmaxState(k, v, age.clamp(max=W))

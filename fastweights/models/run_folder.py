@@ -37,7 +37,14 @@ def read_config(run: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def write_config(run: Path, config: Config, vocab: int, **about: Any) -> None:
-    """Write config.json: the configuration, the size of the vocabulary, and what else is worth knowing of the run."""
+    """Write config.json: the configuration, the size of the vocabulary, and what else is worth knowing of the run.
+
+    Args:
+        run: folder of the run.
+        config: what is trained.
+        vocab: number of tokens.
+        about: further facts: the corpus, the tokenizer, the number of parameters.
+    """
     write_checked_json(run / CONFIG, dict(config=config.to_dict(), vocab=vocab, **about))
 
 
@@ -89,7 +96,14 @@ def read_tokenizer(run: Path, about: dict[str, Any]) -> tokenizer.Bytes | tokeni
 
 
 def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], file: Path) -> None:
-    """Raise unless weights are those that the configuration asks for; nothing is allocated to find out."""
+    """Raise unless weights are those that the configuration asks for; nothing is allocated to find out.
+
+    Args:
+        config: of the run.
+        vocab: number of tokens.
+        weights: name -> tensor, from a file.
+        file: for the message.
+    """
     try:
         with torch.device("meta"):
             wanted = LanguageModel(config, vocab).state_dict()

@@ -73,7 +73,12 @@ def positions(found: dict[str, Any]) -> Table:
 def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path, memories: Sequence[Any] = ()) -> bool:
     """Draw bits per byte against position in the document, a curve per mode; False when matplotlib is not installed.
 
-    memories: curves (name, x in bytes, y) of the norm of the memories, drawn below: what a probe recorded.
+    Args:
+        scores: one for each mode.
+        texts: that were scored.
+        lengths: bytes of each token of the vocabulary, or None.
+        path: picture to write.
+        memories: curves (name, x in bytes, y) of the norm of the memories, drawn below: what a probe recorded.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -131,6 +131,12 @@ def curve(
     """(positions, bits per byte there): positions grow geometrically, so that a logarithmic axis shows them evenly.
 
     Spans with fewer than 512 bytes in all texts together are left out: their mean would be noise.
+
+    Args:
+        score: losses of one mode.
+        texts: that were scored.
+        lengths: bytes of each token of the vocabulary, or None.
+        points: spans between the first byte and the last.
     """
     longest = max(len(t.data) for t in texts)
     edges = np.unique(np.geomspace(64, max(128, longest), points).astype(int))

@@ -17,6 +17,12 @@ recording = True  # False: all steps are run as they are
 def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
     """Share of the peak learning rate: linear warm-up, then a cosine down to `final`.
 
+    Args:
+        step: counted from 0.
+        steps: of the whole run.
+        warmup: steps in which the rate rises.
+        final: share of the peak that is left at the end.
+
     Examples:
         >>> [rate(step, 100, warmup=10) for step in (0, 9, 100)]
         [0.1, 1.0, 0.05]

@@ -83,7 +83,13 @@ def judge(module: ModuleType, rows: list[Row]) -> list[Judgement]:
 
 
 def check(module: ModuleType, rows: list[Row], smoke: bool) -> tuple[list[str], list[str]]:
-    """(what holds, what does not) as sentences: the claims, or with SMOKE settings whatever such a run can show."""
+    """(what holds, what does not) as sentences: the claims, or with SMOKE settings whatever such a run can show.
+
+    Args:
+        module: of the experiment, with its CLAIMS.
+        rows: of its CSV.
+        smoke: whether they are of a run at tiny sizes.
+    """
     if smoke:
         try:
             return module.check_smoke(rows), []
@@ -127,6 +133,11 @@ def less(pairs: Iterable[tuple[float, float]]) -> Verdict:
 
 def spread(mean_low_high: tuple[float, float, float], form: str = ".3g", unit: float = 1.0) -> str:
     """A mean with the lowest and highest seed, or the mean alone where they are the same.
+
+    Args:
+        mean_low_high: over seeds.
+        form: how a number is written.
+        unit: what numbers are multiplied with, such as 100 for percent.
 
     Examples:
         >>> spread((22.93, 5.49, 40.4)), spread((0.5, 0.5, 0.5))

@@ -122,7 +122,13 @@ def plan(
 
 
 def _only(arms: list[Arm], only: str, name: str) -> list[Arm]:
-    """The arms that have these values; FastWeightError lists what values there are."""
+    """The arms that have these values; FastWeightError lists what values there are.
+
+    Args:
+        arms: of the experiment.
+        only: FIELD=VALUE,... as on the command line.
+        name: of the experiment, for the message.
+    """
     for pair in filter(None, only.split(",")):
         field_, equals, value = pair.partition("=")
         known = {k: sorted({str(arm[k]) for arm in arms if k in arm}) for k in {k for arm in arms for k in arm}}

@@ -137,6 +137,11 @@ def _value(text: str) -> Any:
 def mean_over(rows: Iterable[Row], by: tuple[str, ...], value: str) -> dict[tuple, tuple[float, float, float]]:
     """(mean, lowest, highest) of a field over the rows that share the fields `by`, such as over seeds.
 
+    Args:
+        rows: of a CSV, as dicts.
+        by: fields that the rows of a group share.
+        value: field that is averaged.
+
     Examples:
         >>> mean_over([dict(R=20, seed=0, error=1.0), dict(R=20, seed=1, error=3.0)], ("R",), "error")
         {(20,): (2.0, 1.0, 3.0)}

@@ -91,7 +91,13 @@ def _stories(name: str, train: list[Story], test: list[Story]) -> Stories:
 
 
 def _read(folder: Path, task: int, split: str) -> list[Story]:
-    """The stories in the file of a task: a line numbered 1 starts one, a tab comes before an answer."""
+    """The stories in the file of a task: a line numbered 1 starts one, a tab comes before an answer.
+
+    Args:
+        folder: of the corpus.
+        task: its number, from 1 to 20.
+        split: "train" or "test".
+    """
     path = next(iter(sorted(folder.glob(f"qa{task}_*_{split}.txt"))), folder / f"qa{task}_*_{split}.txt")
     found: list[Story] = []
     words: list[str] = []
@@ -169,7 +175,12 @@ def batches(stories: list[Story], found: Stories, tokens: int) -> list[tuple[np.
 def wrong_answers(model: Any, answers: Any, found: Stories, tokens: int, device: str) -> dict[int, float]:
     """Share of wrong answers on the test stories of each task.
 
-    answers(words) gives the logits (B, T, answers) of the model.
+    Args:
+        model: is put into evaluation mode.
+        answers: words (B, T) -> logits (B, T, answers).
+        found: the stories.
+        tokens: words of a batch, padding included.
+        device: device to run on.
     """
     model.eval()
     wrong, asked = np.zeros(21), np.zeros(21)

@@ -19,7 +19,13 @@ BINS = dict(
 
 
 def documents(found: corpora.Text, split: str, tokens: int) -> list[np.ndarray]:
-    """The first documents of a split, about so many tokens in all."""
+    """The first documents of a split, about so many tokens in all.
+
+    Args:
+        found: an encoded corpus.
+        split: "train", "valid" or "test".
+        tokens: that are wanted in all.
+    """
     stream, starts = getattr(found, split), found.starts[split]
     pieces = [p for p in np.split(stream, starts[1:]) if len(p) > 1]
     total = np.cumsum([len(p) for p in pieces])
@@ -63,7 +69,14 @@ def score(
 
 
 def _carried(model: Any, row: torch.Tensor, mode: str, window: int) -> np.ndarray:
-    """Losses of one document (1, T), read in pieces with its memory carried."""
+    """Losses of one document (1, T), read in pieces with its memory carried.
+
+    Args:
+        model: of the language model's kind.
+        row: (1, T) tokens of one document.
+        mode: of `fastweights eval`, such as fast.
+        window: tokens read at a time.
+    """
     losses: list[torch.Tensor] = []
     state, cache, cached = model.init_state(1), NeuralCache(), None
     piece, learn = min(READ, window), mode in ("fast", "restart", "both")

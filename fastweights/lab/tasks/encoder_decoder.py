@@ -111,7 +111,13 @@ class Translator(nn.Module):
         return self.norms[0](x), mask
 
     def decode(self, target: Tensor, encoded: Tensor, mask: Tensor) -> Tensor:
-        """Logits (B, T, V) of the word after each of the target's, given the encoded source."""
+        """Logits (B, T, V) of the word after each of the target's, given the encoded source.
+
+        Args:
+            target: (B, T) words of the translation so far.
+            encoded: (B, S, D), what the encoder made of the source.
+            mask: (B, S), True where the source has a word.
+        """
         x = self.dropout(self._embed(self.target, target))
         for layer in self.decoder:
             x = layer(x, mask, encoded)
@@ -141,7 +147,14 @@ class Translator(nn.Module):
 
 @torch.no_grad()
 def translate(model: Translator, found: Pairs, split: str, device: str) -> tuple[list[str], list[str]]:
-    """Greedy translations of a split, and what they should be: (hypotheses, references), words joined by spaces."""
+    """Greedy translations of a split, and what they should be: (hypotheses, references), words joined by spaces.
+
+    Args:
+        model: a trained translator.
+        found: sentence pairs.
+        split: whose sources are translated.
+        device: device to run on.
+    """
     model.eval()
     words = {i: w for w, i in found.target.items()}
     hypotheses, references = [], []

@@ -47,7 +47,14 @@ class Task:
         return self.keys * (1 + self.replace)
 
     def sequences(self, B: int, L: int, A: int, device: str) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, A), integers."""
+        """Keys and values (B, L, A), integers.
+
+        Args:
+            B: sequences.
+            L: pairs in each.
+            A: models that are trained side by side, each with its own sequences.
+            device: to put them on.
+        """
         if self.replace:
             keys, values = torch.randint(self.keys, (2, B, L, A), device=device)
         else:
@@ -236,7 +243,13 @@ class Model:
         return feature_map(x, self.config.phi.name, norm=of_q, projection=directions)
 
     def memory(self, keys: Tensor, values: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None."""
+        """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None.
+
+        Args:
+            keys: (B, L, A), integers.
+            values: (B, L, A), integers.
+            directions: random directions of FAVOR+, or None.
+        """
         raw, v, beta = self.raw_keys(keys, values), self.eye[values], self.rates(keys, values)
         if self.rule == "fwm":
             assert beta is not None
@@ -267,7 +280,14 @@ class Model:
         return memory.view(B, A, K, S)
 
     def read(self, memory: Tensor, z: Tensor | None, asked: Tensor, directions: Tensor | None) -> Tensor:
-        """Answers (B, N, A, S) to keys asked (B, N, A)."""
+        """Answers (B, N, A, S) to keys asked (B, N, A).
+
+        Args:
+            memory: (B, A, K, S), as `memory` returns it.
+            z: (B, A, K), the attention normaliser, or None.
+            asked: (B, N, A) keys.
+            directions: random directions of FAVOR+, or None.
+        """
         q = self.phi(self.raw_queries(asked), directions, True)
         y = torch.einsum("bnak,baks->bnas", q, memory)
         if self.rule == "fwm":

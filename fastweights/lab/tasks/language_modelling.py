@@ -92,7 +92,14 @@ def carried_numbers(model: LanguageModel) -> int:
 
 @torch.no_grad()
 def score_windows(model: LanguageModel, stream: np.ndarray, length: int, device: str) -> float:
-    """Nats per token: windows at steps of half their length, of which the second half counts (all of the first)."""
+    """Nats per token: windows at steps of half their length, of which the second half counts (all of the first).
+
+    Args:
+        model: a language model, put into evaluation mode.
+        stream: (T,) tokens of all documents, end to end.
+        length: tokens of a window.
+        device: device to run on.
+    """
     model.eval()
     half = length // 2
     tokens = torch.from_numpy(stream).to(device)
@@ -109,7 +116,14 @@ def score_windows(model: LanguageModel, stream: np.ndarray, length: int, device:
 
 @torch.no_grad()
 def score_carried(model: LanguageModel, stream: np.ndarray, device: str, segment: int = 2048) -> float:
-    """Nats per token in one pass over the whole stream, memory carried from its first token to its last."""
+    """Nats per token in one pass over the whole stream, memory carried from its first token to its last.
+
+    Args:
+        model: a language model, put into evaluation mode.
+        stream: (T,) tokens of all documents, end to end.
+        device: device to run on.
+        segment: tokens read at a time, which changes nothing but speed.
+    """
     model.eval()
     tokens, state, total = torch.from_numpy(stream).to(device)[None], model.init_state(1), 0.0
     for at in range(0, len(stream) - 1, segment):

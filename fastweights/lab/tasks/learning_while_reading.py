@@ -44,6 +44,13 @@ def train(model: Any, found: Text, arm: Arm, device: str, report: Callable[[floa
     """Windows at random places, each read afresh: what is learned from a window is learned within it.
 
     Half of what is trained is the loss of the layer before it learned anything, as in the application.
+
+    Args:
+        model: is trained in place.
+        found: an encoded corpus.
+        arm: sizes, steps and seed.
+        device: device to run on.
+        report: called with the share that is done and a line about it.
     """
     batch, length, learn = arm["batch"], arm["length"], arm["what"] == "fast"
     stream = torch.from_numpy(found.train).to(device)
@@ -77,6 +84,13 @@ def choose_rate(model: Any, found: Text, arm: Arm, device: str, report: Callable
     """The rate of RATES with which dynamic evaluation scores some validation documents best.
 
     Test documents are scored with that rate alone.
+
+    Args:
+        model: a trained model; it is as before afterwards.
+        found: an encoded corpus.
+        arm: sizes and seed.
+        device: device to run on.
+        report: called with the share that is done and a line about it.
     """
     docs, best = documents(found, "valid", arm["scored"] // 6), (math.inf, RATES[0])
     for lr in RATES:
@@ -89,6 +103,13 @@ def measure_cost(model: Any, arm: Arm, found: Text, device: str, report: Callabl
     """Time and operations per token read in each mode by an untrained model, whose numbers do not matter.
 
     Operations are counted from sizes: two for each weight that a token meets, and more where gradients are taken.
+
+    Args:
+        model: of the sizes to time.
+        arm: sizes and modes.
+        found: an encoded corpus.
+        device: device to run on.
+        report: called with the share that is done and a line about it.
     """
     stream = np.resize(found.test, min(16 * READ, 8 * arm["scored"]))
     body = sum(p.numel() for b in model.blocks for p in b.parameters() if p.dim() >= 2)

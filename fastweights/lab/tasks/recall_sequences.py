@@ -51,7 +51,16 @@ def answers(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generator, device: str) -> float:
-    """Share of keys whose value is the likeliest token, in sequences of n pairs."""
+    """Share of keys whose value is the likeliest token, in sequences of n pairs.
+
+    Args:
+        model: tokens (B, T) -> logits.
+        n: pairs in a sequence.
+        most: pairs that a sequence may have, which decides its length.
+        vocab: number of tokens.
+        generator: of the sequences.
+        device: device to run on.
+    """
     model.eval()
     right = asked = 0.0
     for _ in range(max(1, TESTED // 256)):
