@@ -381,12 +381,6 @@ def show(
 def payload(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, Size], dtype: torch.dtype) -> dict:
     """What goes to the JSON file.
 
-    Args:
-        results: of every part that was timed.
-        left_out: families that were not timed, with the reason.
-        sizes: by name.
-        dtype: of the models.
-
     Returns:
         Milliseconds of both sides and their ratio, by family, size and part.
     """

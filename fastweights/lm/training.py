@@ -95,15 +95,7 @@ def train(
 
 
 def _write_folder(run: Path, config: Config, corpus: Corpus, model: LanguageModel, resume: bool) -> None:
-    """The files of a run that training does not change; the configuration stays as it was when the run is resumed.
-
-    Args:
-        run: folder to make.
-        config: what is trained.
-        corpus: the encoded documents.
-        model: whose parameters are counted.
-        resume: whether the run is there already.
-    """
+    """The files of a run that training does not change; the configuration stays as it was when the run is resumed."""
     if not resume:
         size = sum(p.numel() for p in model.parameters())
         about = dict(corpus=str(corpus.folder), tokenizer=corpus.tokenizer.name, parameters=size)
@@ -134,13 +126,7 @@ def _corpus(config: Config, encoded: Path | None, cache: Path | None) -> Corpus:
 
 
 def _claim(run: Path, config: Config, resume: bool) -> tuple[Config, Path | None]:
-    """The configuration to train, the run's own when it is resumed, and then where its corpus is encoded.
-
-    Args:
-        run: folder of the run.
-        config: that was asked for.
-        resume: whether to go on with the run that is there.
-    """
+    """The configuration to train, the run's own when it is resumed, and then where its corpus is encoded."""
     if not resume and not (run / run_folder.CONFIG).exists():
         return config, None
     if not resume and not restarted():
@@ -257,15 +243,7 @@ class Trainer:
                     return
 
     def report(self, lines: log.Log, step: int, loss: Tensor, done: float, clock: log.Clock) -> dict[str, Any]:
-        """What is logged of a step, whose loss is waited for.
-
-        Args:
-            lines: where it is logged.
-            step: its number, from 1.
-            loss: of this process, still on the device.
-            done: share of the run behind us.
-            clock: that counts steps and seconds.
-        """
+        """What is logged of a step, whose loss is waited for."""
         mean = self.ranks.sum(float(loss))[0]
         lines.step(step, done, mean, clock.values())
         if not math.isfinite(mean):
