@@ -1,0 +1,243 @@
+"""What a held, refreshed Fast Weight Layer is trained by: one number, computed with its gradients (fwl_dual.py).
+
+Rows may hold several documents and may go on with the document of an earlier call. They are laid out in chunks, a new
+document from a new chunk on, so that shapes depend on the batch, its length and the most documents in a row alone, and
+a CUDA graph can capture all of it. Nothing here waits for a device.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights import fwl
+from fastweights.fwl import FWLConfig
+from fastweights.refresh import RefreshState
+from fastweights.torch import cross_entropy, fwl_dual, graphs
+from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
+from fastweights.torch.framework import OPS
+from fastweights.torch.tracing import has_modes, is_watched
+
+LONGEST = 8192  # tokens of a row: what earlier tokens cost grows with their number, other weights per document do not
+
+
+class Trained(NamedTuple):
+    """What `objective` returns: value, the only one that can be differentiated; loss and slow (B, T); the state."""
+
+    value: Tensor
+    loss: Tensor
+    slow: Tensor
+    state: RefreshState
+
+
+class Layout(NamedTuple):
+    """Where tokens go: place (B, T) of each new token among the n C of its row; last (B,), the row's last chunk.
+
+    count (B,): tokens of that chunk.  mask (B, n, n), kept (B, n): as `fwl_dual.Rows` has them.
+    """
+
+    place: Tensor
+    last: Tensor
+    count: Tensor
+    mask: Tensor
+    kept: Tensor
+
+
+def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed: bool) -> str | None:
+    """Why `objective` cannot serve these arguments, or None."""
+    if config.refresh is None:
+        return "the layer is not refreshed"
+    if config.within != "held":
+        return f"within is {config.within!r}"
+    if packed and config.normalizer == "sequence":
+        return "normalizer is 'sequence' and rows hold several documents"
+    if not torch.is_grad_enabled():
+        return "nothing is differentiated"
+    if is_watched() or has_modes() or x.is_meta:
+        return "the call is traced"
+    if weights.requires_grad or (state is not None and any(y.requires_grad for y in state)):
+        return "weights or the state have gradients"
+    if x.shape[1] + config.refresh > LONGEST:
+        return f"rows are longer than {LONGEST} tokens"
+    return None
+
+
+def objective(
+    config: FWLConfig, p: dict[str, Tensor], x: Tensor, labels: Tensor, weights: Tensor,
+    state: RefreshState | None = None, *, starts: Tensor | None = None, keep: Tensor | None = None,
+    documents: int = 1, slow_share: float = 0.0,
+) -> Trained:  # fmt: skip
+    """The sum over tokens of weights (1 - slow_share) loss + weights slow_share slow_loss.
+
+    Args:
+        config, p: what the block is, and its parameters by name.
+        x: (B, T, D).
+        labels, weights: (B, T).
+        state: of B rows, to go on from; nothing was read before when absent.
+        starts: (B, T), where documents start; nowhere when absent.
+        keep: (B,), 0 where a row does not go on with what the state has of it.
+        documents: the most documents in a row, or more.
+        slow_share: how much the loss of the trained weights alone counts.
+    """
+    C, (B, T, _) = config.refresh, x.shape
+    assert C is not None
+    low, wide = autocast_dtype(x) or x.dtype, accumulation_dtype(x)
+    n = -(-(T if state is None else T + C) // C) + documents - 1
+    with torch.no_grad():
+        waiting = labels.new_zeros(B) if state is None else state.waiting
+        layout = lay_out(config, starts, waiting, keep, T, n, wide, like=labels)
+        share = (weights / fwl.normalization(config, OPS, weights, None)).to(wide)
+        waits = (None, None, None) if state is None else _held(state, keep)
+        labels, shares, counts = (
+            _placed(y, layout, n * C, held)
+            for y, held in zip((labels, share, weights.to(wide)), (*waits[1:], None), strict=True)
+        )
+    rows = fwl_dual.Rows(
+        _placed(x.to(low), layout, n * C, waits[0]), labels, shares, counts * (1 - slow_share),
+        counts * slow_share, layout.mask, layout.kept, *_carried(config, state, low),
+    )  # fmt: skip
+    vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
+    words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
+    w = fwl_dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c)
+    plain = config.decay is None and documents == 1
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        value, loss, slow, *learned = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
+    at = _flat(layout.place, n * C)
+    new = lambda y: y.flatten().index_select(0, at).view(B, T)  # noqa: E731
+    return Trained(value, new(loss), new(slow), _state_after(config, rows, layout, learned, state, p["dense1"].dtype))
+
+
+class Objective(torch.autograd.Function):
+    """(value, losses, slow losses, what was learned in three parts); the gradients are made with the value."""
+
+    @staticmethod
+    def forward(ctx, config, plain, slow, last, count, *given):
+        """given: the `count` fields of `fwl_dual.Weights`, then those of its Rows; None where there is nothing."""
+        there = tuple(y for y in given if y is not None)
+        has = [y is not None for y in given]
+
+        def work(last, *some):
+            some = iter(some)
+            every = [next(some) if here else None for here in has]
+            return _work(config, plain, slow, last, fwl_dual.Weights(*every[:count]), fwl_dual.Rows(*every[count:]))
+
+        key = "objective", config, plain, slow, tuple(has)
+        value, *others = graphs.call(key, work, (last, *there))
+        ctx.save_for_backward(*others[5:])
+        ctx.dtypes = [y.dtype for y in (*given[:count], given[count])]
+        ctx.mark_non_differentiable(*others[:5])
+        return value, *others[:5]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dvalue, *_):
+        """The gradients that the forward pass made, times that of its value."""
+        found = [(g * dvalue).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return None, None, None, None, None, *found, *[None] * 9
+
+
+def _work(config, plain, slow, last, w, rows):
+    """Value, losses, slow losses, what was learned (3), gradients of the weights (6) and of x."""
+    run = fwl_dual.Pass(config, w, rows, plain=plain)
+    loss = run.forward()
+    learned = run.learned(last)
+    dx, dw = run.backward()
+    value = (loss * rows.weights).sum()
+    slow_loss = torch.zeros_like(loss)
+    if slow:
+        slow_loss, more, dmore = run.slow()
+        value = value + (slow_loss * rows.slow).sum()
+        dx += more
+        dw = [y + z for y, z in zip(dw, dmore, strict=True)]
+    return value, loss, slow_loss, *learned, *dw, dx
+
+
+def lay_out(
+    config: FWLConfig, starts: Tensor | None, waiting: Tensor, keep: Tensor | None, T: int, n: int,
+    wide: torch.dtype, *, like: Tensor,
+) -> Layout:  # fmt: skip
+    """Chunks of C tokens: what waits in the state first, then the new tokens; every document begins with a chunk.
+
+    Args:
+        config: of the layer.
+        starts, waiting, keep: where documents start (B, T), tokens that wait (B,), and whether they matter (B,).
+        T, n: new tokens of a row, and room for chunks.
+        wide: dtype of the masks.
+        like: a tensor of integers on the device.
+    """
+    C, B = config.refresh, len(waiting)
+    waiting = waiting if keep is None else waiting * keep.to(waiting.dtype)
+    t = torch.arange(T, device=like.device).expand(B, T)
+    new = torch.zeros_like(t, dtype=torch.bool) if starts is None else starts & (t > 0)
+    document = new.long().cumsum(1)
+    position = t - torch.where(new, t, 0).cummax(1).values + waiting[:, None] * (document == 0)
+    offset = position % C
+    chunk = (offset == 0).long().cumsum(1) - (waiting == 0).long()[:, None]
+    owner = torch.full((B, n), -1, device=like.device).scatter_(1, chunk, document)
+    owner[:, 0] = 0
+    c = torch.arange(n, device=like.device)
+    mask = (owner[:, :, None] == owner[:, None]) & (c[:, None] > c)
+    kept = owner == 0
+    mask, kept = mask.to(wide), kept.to(wide)
+    if config.decay is not None:
+        age = config.decay**C
+        mask, kept = mask * age ** (c[:, None] - c - 1).clamp(min=0), kept * age**c
+    if keep is not None:
+        kept = kept * keep.to(wide)[:, None]
+    return Layout(chunk * C + offset, chunk[:, -1], offset[:, -1] + 1, mask, kept)
+
+
+def _flat(place, length):
+    """Places in rows of `length` tokens as places among all tokens."""
+    first = torch.arange(len(place), device=place.device) * length
+    return (place + first[:, None]).flatten()
+
+
+def _placed(new, layout, length, held=None):
+    """(B, length, ...): new tokens (B, T, ...) at their places, those that waited before them, else 0."""
+    B = len(new)
+    out = new.new_zeros(B, length, *new.shape[2:])
+    if held is not None:
+        out[:, : held.shape[1]] = held.to(new.dtype)
+    flat = out.flatten(0, 1).index_copy(0, _flat(layout.place, length), new.flatten(0, 1))
+    return flat.unflatten(0, (B, length))
+
+
+def _held(state, keep):
+    """What waits in the state, 0 beyond it: inputs, labels and shares."""
+    waiting = state.waiting if keep is None else state.waiting * keep.to(state.waiting.dtype)
+    real = torch.arange(state.pending.shape[1], device=waiting.device) < waiting[:, None]
+    return state.pending * real[..., None], state.labels * real, state.shares * real
+
+
+def _carried(config, state, low):
+    """S1, S2 and vectors of `fwl_dual.Rows`."""
+    if state is None:
+        return None, None, None
+    dense1, dense2, norm = (S[:, 0] for S in state[:3])
+    vectors = torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1)
+    return dense1[:, :-1].to(low), dense2[:, :-1].to(low), vectors
+
+
+def _state_after(config, rows, layout, learned, state, dtype):
+    """The RefreshState after the last token of each row."""
+    C, F, size = config.refresh, config.hidden_width, config.size
+    row = torch.arange(len(layout.last), device=layout.last.device)
+    with torch.no_grad():
+        S1, S2, vectors = learned
+        b1, b2, norm = vectors.split([F, size, 2 * size], 1)
+        parts = torch.cat([S1, b1[:, None]], 1), torch.cat([S2, b2[:, None]], 1), norm[:, None]
+        if state is not None:
+            kept = layout.kept[row, layout.last][:, None, None]
+            parts = tuple(y.addcmul_(S[:, 0], kept) for y, S in zip(parts, state[:3], strict=True))
+        at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
+        rest = [y[row[:, None], at] for y in (rows.x.to(dtype), rows.labels, rows.share)]
+        return RefreshState(*(y[:, None] for y in parts), *rest, layout.count)
+
+
+def _steps(config, steps):
+    """The six steps as they are used: out of their logarithms, 0 for biases that stay, one for both of the norm."""
+    steps = steps.exp() if config.log_steps else steps
+    zero = torch.zeros_like(steps[:1])
+    first = steps[:4] if config.fast_bias else torch.cat([steps[:1], zero, steps[2:3], zero])
+    return torch.cat([first, steps[4:5], steps[4:5] if config.shared_norm_step else steps[5:6]])
