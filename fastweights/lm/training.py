@@ -50,13 +50,8 @@ class Objective(nn.Module):
             state: carried from the batch before.
             documents: where documents start.
         """
-        scores = self.model.score(tokens, labels, state, weights=weights, documents=documents)
-        loss = (scores.loss * weights).sum()
-        trained = loss
-        if scores.slow is not None:
-            trained = loss * (1 - SLOW_SHARE) + SLOW_SHARE * (scores.slow * weights).sum()
-            trained = trained + 0.0 * self.model.fast.steps.sum()  # DDP waits for it, also where no chunk has ended
-        return trained, loss.detach(), map_tensors(Tensor.detach, scores.state)
+        trained, loss, state = self.model.train_loss(tokens, labels, weights, state, documents, SLOW_SHARE)
+        return trained, loss, map_tensors(Tensor.detach, state)
 
 
 def train(

@@ -18,7 +18,7 @@ from fastweights.models.config import Config
 from fastweights.models.memory import Memory
 from fastweights.models.mixers import Documents, mixer
 from fastweights.refresh import RefreshState
-from fastweights.torch import cross_entropy
+from fastweights.torch import cross_entropy, fwl_train
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.tree import map_tensors
 
@@ -192,6 +192,10 @@ class LanguageModel(nn.Module):
         """
         state = self.init_state(len(tokens)) if state is None else state
         x, blocks = self(tokens, state, documents)
+        return self._scored(x, blocks, labels, state, weights, documents, learn, slow)
+
+    def _scored(self, x, blocks, labels, state, weights, documents, learn, slow):
+        """`score`, once the blocks have made features x of the tokens."""
         if self.fast is None:
             zero = x.new_zeros(self.vocab)
             return Scores(cross_entropy.loss(x, self.embedding.weight.mT, zero, labels), None, State(blocks, None))
@@ -201,6 +205,33 @@ class LanguageModel(nn.Module):
         weights = torch.ones(labels.shape, device=x.device) if weights is None else weights
         out = self._learn(x, labels, weights, state.fast, documents, slow)
         return Scores(out.loss, out.slow_loss, State(blocks, out.state))
+
+    def train_loss(
+        self, tokens: Tensor, labels: Tensor, weights: Tensor, state: State, documents: Documents, slow_share: float
+    ) -> tuple[Tensor, Tensor, State]:
+        """What training minimises, the weighted sum of losses without gradient, and the state after the tokens.
+
+        Args:
+            tokens, labels, weights: (B, T).
+            state: of an earlier call.
+            documents: where documents start inside the rows.
+            slow_share: how much the loss of a Fast Weight Layer that has learned nothing counts in what is minimised.
+        """
+        x, blocks = self(tokens, state, documents)
+        if self.fast is not None:
+            block = self.fast.config, self.fast._weights()
+            if fwl_train.refuses(block[0], x, weights, state.fast, packed=not documents.whole) is None:
+                found = fwl_train.objective(
+                    *block, x, labels, weights, state.fast, starts=documents.starts, keep=documents.keep,
+                    documents=documents.most, slow_share=slow_share,
+                )  # fmt: skip
+                return found.value, (found.loss * weights).sum(), State(blocks, found.state)
+        scores = self._scored(x, blocks, labels, state, weights, documents, True, True)
+        loss = value = (scores.loss * weights).sum()
+        if scores.slow is not None:
+            value = loss * (1 - slow_share) + slow_share * (scores.slow * weights).sum()
+            value = value + 0.0 * self.fast.steps.sum()  # DDP waits for it, also where no chunk has ended
+        return value, loss.detach(), scores.state
 
     def _learn(self, x, labels, weights, fast, documents, slow):
         """The Fast Weight Layer on features x: rows that hold several documents are laid end to end, as packed ones.

@@ -1,10 +1,10 @@
-"""The training loss of a held, refreshed Fast Weight Layer and its gradients, without a copy of the weights per document.
+"""The training loss of a held, refreshed Fast Weight Layer and its gradients, without a copy of weights per document.
 
 Within a row the fast weights before chunk c are the trained ones, plus what the row carried into the window, plus a sum
 over earlier chunks of outer products. So what they make of a token is a product with earlier tokens, as in attention:
 
-    h_c = x_c (W1 + k_c S1) + b1_c + sum_{j<c} m_cj (x_c x_j^T) v1_j      v1 = -e_0 g1      a = relu(h)^2
-    y_c = a_c (W2 + k_c S2) + b2_c + sum_{j<c} m_cj (a_c a_j^T) v2_j      v2 = -e_2 g2      n = scale_c norm(y) + shift_c
+    h_c = x_c (W1 + k_c S1) + b1_c + sum_{j<c} m_cj (x_c x_j^T) v1_j     v1 = -e_0 g1     a = relu(h)^2
+    y_c = a_c (W2 + k_c S2) + b2_c + sum_{j<c} m_cj (a_c a_j^T) v2_j     v2 = -e_2 g2     n = scale_c norm(y) + shift_c
     u_c = g2_c (W2 + k_c S2)^T     + sum_{j<c} m_cj (g2_c v2_j^T) a_j     g1 = 2 relu(h) u
 
 g1, g2 are the gradients of a token's loss at h and y, which the layer learns from; e the steps; m_cj says whether
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl import FWLConfig
-from fastweights.torch import cross_entropy
-from fastweights.torch import fwl_dual_passes as passes
+from fastweights.torch import cross_entropy, fwl_dual_passes
 from fastweights.torch.dtypes import accumulation_dtype
 
 
@@ -61,7 +60,7 @@ class Rows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What the backward pass needs of a chunk; the last four are None for the last one, which nothing learns from."""
+    """What the backward pass needs of a chunk; the last two are None for the last one, which nothing learns from."""
 
     r: Tensor
     norm: Any
@@ -69,8 +68,6 @@ class Chunk(NamedTuple):
     n: Tensor
     log_sum: Tensor
     head: Tensor | None = None
-    dn: Tensor | None = None
-    g2: Tensor | None = None
     u: Tensor | None = None
 
 
@@ -90,8 +87,13 @@ class Pass:
         self.n, self.F, self.E = self.L // self.C, config.hidden_width, config.size
         self.wide = accumulation_dtype(rows.x)
         e, E = w.e, self.E
-        self.steps = torch.cat([e[1:2].expand(self.F), e[3:4].expand(E), e[4:5].expand(E), e[5:6].expand(E)])
+        self.steps = -torch.cat([e[1:2].expand(self.F), e[3:4].expand(E), e[4:5].expand(E), e[5:6].expand(E)])
         self.chunks: list[Chunk] = []
+        self.passes = passes_for(rows.x, config)
+        # By chunk: labels and how much a token counts (n, B, C).
+        by_chunk = lambda y: y.view(self.B, self.n, self.C).transpose(0, 1).contiguous()  # noqa: E731
+        self.labels, self.share, self.weights = (by_chunk(y) for y in (rows.labels, rows.share, rows.weights))
+        self.ones = torch.ones(self.B * self.C, dtype=self.wide, device=rows.x.device)
 
     def forward(self) -> Tensor:
         """Losses (B, L) of every token by the weights as they were before its chunk."""
@@ -109,39 +111,34 @@ class Pass:
 
     def _chunk(self, c, h, vectors):
         """Read chunk c, and write what is learned from it; its losses (B, C)."""
-        w, rows, config, C = self.w, self.rows, self.config, self.C
-        here, before = self._here(c), slice(0, c * C)
-        h = h[:, here]
+        w, rows, config, passes = self.w, self.rows, self.config, self.passes
+        here, before = self._here(c), slice(0, c * self.C)
+        h, a, g2 = h[:, here], self.A[:, here], self.G2[:, here]
         if c:
             h = torch.baddbmm(h, self.A1[:, here, before], self.V1[:, before])
             vectors = torch.baddbmm(vectors, rows.mask[:, c : c + 1, :c], self.sums[:, :c])
-        b1, b2, scale, shift = vectors.split([self.F, self.E, self.E, self.E], -1)
-        a = self.A[:, here]
+        b1, b2, scale, shift = self._split(vectors)
         r = passes.hidden(h, b1, a)
         y = self._times(a, c)
         if c:
-            scores = self._put(self.A2, torch.bmm(a, self.A[:, before].mT), c)
-            y.baddbmm_(scores, self.V2[:, before])
+            y.baddbmm_(self._scores(self.A2, a, self.A, c), self.V2[:, before])
         norm, features = passes.normal(y, b2, scale, shift, config.eps)
-        flat, labels, last = features.flatten(0, 1), rows.labels[:, here].reshape(-1), c == self.n - 1
-        ones = torch.ones(len(flat), dtype=self.wide, device=flat.device)
-        log_sum, head, _, _ = cross_entropy.score(flat, w.words, w.c, labels, ones, gradient=not last, learn=False)
-        losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, C)
+        flat, labels, learns = features.flatten(0, 1), self.labels[c].flatten(), c < self.n - 1
+        log_sum, head, _, _ = cross_entropy.score(flat, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
+        losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.C)
         if head is None:
             self.chunks.append(Chunk(r, norm, scale, flat, log_sum))
             return losses
-        dn, g2 = passes.gradients(head.view(features.shape), rows.share[:, here], norm, scale)
+        head = head.view(features.shape)
+        every = self._every()
+        passes.write_second(head, self.share[c], norm, scale, w.e, config.clip, g2, self.V2[:, here], every)
         u = self._back(g2, c)
         if c:
-            scores = self._put(self.A3, torch.bmm(g2, self.V2[:, before].mT), c)
-            u.baddbmm_(scores, self.A[:, before])
-        cut = [passes.clipped(g, config.clip) for g in (passes.gate(u, r), g2, dn * norm.xhat, dn)]
-        torch.cat([g.sum(1, dtype=self.wide) for g in cut], 1, out=self.raw[:, c])
-        torch.mul(self.raw[:, c], -self.steps, out=self.sums[:, c])
-        torch.mul(cut[0], -w.e[0], out=self.V1[:, here])
-        torch.mul(cut[1], -w.e[2], out=self.V2[:, here])
-        self.G2[:, here] = g2
-        self.chunks.append(Chunk(r, norm, scale, flat, log_sum, head, dn, g2, u))
+            u.baddbmm_(self._scores(self.A3, g2, self.V2, c), self.A[:, before])
+        passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every)
+        torch.sum(every, 1, dtype=self.wide, out=self.raw[:, c])
+        torch.mul(self.raw[:, c], self.steps, out=self.sums[:, c])
+        self.chunks.append(Chunk(r, norm, scale, flat, log_sum, head, u))
         return losses
 
     def learned(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +156,8 @@ class Pass:
         self.DH, self.DU, self.DY = (self._new(width) for width in (self.F, self.F, self.E))
         self.P, self.Q = self._new(self.L), self._new(self.L)
         self.dvectors = torch.zeros_like(self.raw)
-        self.de, self.dsteps = torch.zeros_like(w.e), torch.zeros_like(self.steps)
+        self.dots = torch.zeros(2, self.n, self.B, self.C, dtype=self.wide, device=x.device)
+        self.dsums = torch.zeros_like(self.raw)
         self.dwords, self.dc = (torch.zeros_like(y, dtype=self.wide) for y in (w.words, w.c))
         for c in reversed(range(self.n)):
             self._chunk_backward(c)
@@ -175,80 +173,69 @@ class Pass:
         _add(dW2, self.A, self.DY)
         if not self.config.first_order:
             _add(dW2, self.DU, self.G2)
-        for i, part in zip((1, 3, 4, 5), self.dsteps.split([self.F, self.E, self.E, self.E]), strict=True):
-            self.de[i] += part.sum()
-        return dx, Weights(dW1, dW2, self.dvectors.sum((0, 1)), self.de, self.dwords, self.dc)
+        first, second = self.dots.flatten(1).sum(1)
+        b1, b2, scale, shift = (y.sum() for y in self._split(self.dsums * self.raw))
+        de = -torch.stack([first, b1, second, b2, scale, shift])
+        return dx, Weights(dW1, dW2, self.dvectors.sum((0, 1)), de, self.dwords, self.dc)
 
     def _chunk_backward(self, c):
         """The gradients at h, y and u of chunk c, once those of all later chunks are there."""
-        w, rows, saved, C = self.w, self.rows, self.chunks[c], self.C
-        here, before = self._here(c), slice(0, c * C)
-        r, low, second = saved.r, rows.x.dtype, None
-        dhead = dr = dA = None
-        dscale = torch.zeros((), dtype=self.wide, device=r.device)
-        if saved.u is not None:
-            dg = self._writes_backward(c, saved)
-            if not self.config.first_order:
-                dg1, dg2, dgscale, dgshift = dg
-                du = passes.gate(dg1, r)
-                dr = passes.gate(dg1, saved.u)
-                self.DU[:, here] = du
-                dg2 = dg2 + self._times(du, c)
-                if c:
-                    scores = self._put(self.P, torch.bmm(du, self.A[:, before].mT), c)
-                    dg2 = dg2 + torch.bmm(scores, self.V2[:, before])
-                ddn, dxhat, dstd, dscale = passes.second(
-                    saved.norm, saved.scale, saved.dn, saved.g2, dg2, dgscale, dgshift
-                )
-                second, dscale = (dxhat, dstd), dscale.sum(1)
-                dhead = (ddn * rows.share[:, here, None]).flatten(0, 1).to(low)
-                after = slice((c + 1) * C, self.L)
-                dA = torch.bmm(self.Q[:, after, here].mT, self.A[:, after])
-                dA.baddbmm_(self.A3[:, after, here].mT, self.DU[:, after])
+        w, passes, saved = self.w, self.passes, self.chunks[c]
+        here, before, after = self._here(c), slice(0, c * self.C), slice((c + 1) * self.C, self.L)
+        every, exact, learns = self._every(), not self.config.first_order, saved.u is not None
+        dhead = dr = second = None
+        if learns:
+            dr, dhead, second = self._writes_backward(c, saved, every)
         dfeatures = cross_entropy.score_backward(
-            saved.n, w.words, w.c, rows.labels[:, here].reshape(-1), saved.log_sum, saved.head,
-            rows.weights[:, here].reshape(-1), dhead, self.dwords, self.dc,
-        ).view(self.B, C, self.E)  # fmt: skip
-        dy = passes.output(saved.norm, saved.scale, dfeatures, second, low)
-        self.DY[:, here] = dy
+            saved.n, w.words, w.c, self.labels[c].flatten(), saved.log_sum,
+            None if dhead is None else saved.head.flatten(0, 1), self.weights[c].flatten(), dhead,
+            self.dwords, self.dc,
+        ).view(self.B, self.C, self.E)  # fmt: skip
+        dy, dh = self.DY[:, here], self.DH[:, here]
+        passes.output(dfeatures, saved.norm, saved.scale, second, dy, every)
         da = self._back(dy, c)
         if c:
-            scores = self._put(self.Q, torch.bmm(dy, self.V2[:, before].mT), c)
-            da.baddbmm_(scores, self.A[:, before])
-        if dA is not None:
-            da += dA
-        dh = self.DH[:, here]
-        passes.hidden_backward(da, r, dr, dh)
-        parts = dh, dy, dfeatures * saved.norm.xhat, dfeatures
-        sums = [y.sum(1, dtype=self.wide) for y in parts]
-        sums[2] = sums[2] + dscale
-        torch.cat(sums, 1, out=self.dvectors[:, c])
+            da.baddbmm_(self._scores(self.Q, dy, self.V2, c), self.A[:, before])
+        if learns and exact:
+            da.baddbmm_(self.Q[:, after, here].mT, self.A[:, after])
+            da.baddbmm_(self.A3[:, after, here].mT, self.DU[:, after])
+        passes.hidden_backward(da, saved.r, dr, dh, every)
+        torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
 
-    def _writes_backward(self, c, saved):
-        """Gradients of the four that chunk c has learned from, from what later chunks made of them; also those of e."""
-        w, rows, most = self.w, self.rows, self.config.clip
-        here, after = self._here(c), slice((c + 1) * self.C, self.L)
-        dV1 = torch.bmm(self.A1[:, after, here].mT, self.DH[:, after])
-        dV2 = torch.bmm(self.A2[:, after, here].mT, self.DY[:, after])
-        if not self.config.first_order:
-            dV2.baddbmm_(self.P[:, after, here].mT, self.G2[:, after])
-        dsums = torch.bmm(rows.mask[:, c + 1 :, c : c + 1].mT, self.dvectors[:, c + 1 :])  # (B, 1, F + 3 E)
-        raw = passes.gate(saved.u, saved.r), saved.g2, saved.dn * saved.norm.xhat, saved.dn
-        self.de[0] -= _dot(dV1, passes.clipped(raw[0], most))
-        self.de[2] -= _dot(dV2, passes.clipped(raw[1], most))
-        self.dsteps -= (dsums[:, 0] * self.raw[:, c]).sum(0)
-        if self.config.first_order:
-            return None
-        dg = list((dsums * -self.steps).split([self.F, self.E, self.E, self.E], -1))
-        dg[0], dg[1] = dg[0] - dV1 * w.e[0], dg[1] - dV2 * w.e[2]
-        dg = [passes.clipped_backward(d, g, most) for d, g in zip(dg, raw, strict=True)]
-        return dg[0].to(saved.r.dtype), *dg[1:]
+    def _writes_backward(self, c, saved, every):
+        """Back through what chunk c has written, from what later chunks made of it.
+
+        Returns gradients of r, of head, and those of the norm: of its output and its deviation. None for first order,
+        where the steps alone learn.
+        """
+        w, passes, clip = self.w, self.passes, self.config.clip
+        here, before, after = self._here(c), slice(0, c * self.C), slice((c + 1) * self.C, self.L)
+        exact, g2 = not self.config.first_order, self.G2[:, here]
+        dv1 = torch.bmm(self.A1[:, after, here].mT, self.DH[:, after])
+        dv2 = torch.bmm(self.A2[:, after, here].mT, self.DY[:, after])
+        if exact:
+            dv2.baddbmm_(self.P[:, after, here].mT, self.G2[:, after])
+        mask = self.rows.mask[:, c + 1 :, c : c + 1].mT
+        self.dsums[:, c : c + 1] = torch.bmm(mask, self.dvectors[:, c + 1 :])
+        dsums = self.dsums[:, c : c + 1] * self.steps
+        du, dots = self.DU[:, here], self.dots[:, c]
+        dr = passes.first_backward(dv1, dsums[..., : self.F], saved.u, saved.r, w.e, clip, du, dots[0])
+        if not exact:
+            du.zero_()
+        more = self._times(du, c)
+        if c:
+            more.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, before])
+        dhead, *second = passes.second_backward(
+            dv2, dsums[..., self.F :], more, saved.head, self.share[c], saved.norm, saved.scale, g2, w.e, clip,
+            dots[1], every,
+        )  # fmt: skip
+        return (dr, dhead.flatten(0, 1), second) if exact else (None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:
         """The losses (B, L) of the trained weights alone, and gradients of x and of the weights, times `slow`."""
-        w, rows, low = self.w, self.rows, self.rows.x.dtype
-        b1, b2, scale, shift = w.vectors.split([self.F, self.E, self.E, self.E])
-        a = torch.empty_like(self.h)
+        w, rows, passes = self.w, self.rows, self.passes
+        b1, b2, scale, shift = self._split(w.vectors.expand(self.B, 1, -1))
+        a, every = torch.empty_like(self.h), self._every(self.L)
         r = passes.hidden(self.h, b1, a)
         norm, features = passes.normal(a @ w.W2, b2, scale, shift, self.config.eps)
         flat, labels = features.flatten(0, 1), rows.labels.flatten()
@@ -256,16 +243,20 @@ class Pass:
             flat, w.words, w.c, labels, rows.slow.flatten(), gradient=True, learn=True
         )
         losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.L)
-        assert dn is not None and dwords is not None and dc is not None
-        dn = dn.view(features.shape).to(self.wide)
-        dy = passes.output(norm, scale, dn, None, low)
-        dh = torch.empty_like(r)
-        passes.hidden_backward(dy @ w.W2.mT, r, None, dh)
+        assert dn is not None
+        assert dwords is not None
+        assert dc is not None
+        dy, dh = torch.empty_like(features), torch.empty_like(r)
+        passes.output(dn.view(features.shape).to(self.wide), norm, scale, None, dy, every)
+        passes.hidden_backward(dy @ w.W2.mT, r, None, dh, every)
         dW1, dW2 = (torch.zeros_like(W, dtype=self.wide) for W in (w.W1, w.W2))
         _add(dW1, rows.x, dh)
         _add(dW2, a, dy)
-        vectors = torch.cat([y.sum((0, 1), dtype=self.wide) for y in (dh, dy, dn * norm.xhat, dn)])
-        return losses, dh @ w.W1.mT, Weights(dW1, dW2, vectors, torch.zeros_like(w.e), dwords, dc)
+        return (
+            losses,
+            dh @ w.W1.mT,
+            Weights(dW1, dW2, every.sum((0, 1), dtype=self.wide), torch.zeros_like(w.e), dwords, dc),
+        )
 
     def _new(self, width, length=None, dtype=None):
         """Zeros (B, L, width): the last chunk writes nothing, and masks do not take away what is not a number."""
@@ -283,12 +274,24 @@ class Pass:
         scores.view(self.B, self.n, self.C, self.n, self.C).mul_(self.rows.mask[:, :, None, :, None])
         return scores
 
-    def _put(self, buffer, scores, c):
-        """scores (B, C, c C) of chunk c masked, which are written into their place in the buffer (B, L, L)."""
-        if not self.plain:
-            scores.view(self.B, self.C, c, self.C).mul_(self.rows.mask[:, c, None, :c, None])
-        buffer[:, self._here(c), : c * self.C] = scores
-        return scores
+    def _scores(self, buffer, a, b, c):
+        """a (B, C, width) times tokens of b (B, L, width) before chunk c, masked: a part (B, C, c C) of `buffer`."""
+        before = c * self.C
+        scores, part = torch.bmm(a, b[:, :before].mT), buffer[:, self._here(c), :before]
+        if self.plain:
+            part.copy_(scores)
+        else:
+            apart = lambda y: y.unflatten(2, (c, self.C))  # noqa: E731
+            torch.mul(apart(scores), self.rows.mask[:, c, None, :c, None], out=apart(part))
+        return part
+
+    def _split(self, vectors):
+        """Both biases, scale and shift."""
+        return vectors.split([self.F, self.E, self.E, self.E], -1)
+
+    def _every(self, length=None):
+        """Room for the numbers of every token that are summed."""
+        return self.rows.x.new_empty(self.B, length or self.C, self.F + 3 * self.E)
 
     def _times(self, a, c):
         """a (B, C, F) times the weights of the second layer that the window began with."""
@@ -317,6 +320,10 @@ def _product(a, b, wide):
     return torch.bmm(a, b).to(wide)
 
 
-def _dot(a, b):
-    """The sum of a b, each number of which may be in a narrow dtype."""
-    return (a * b).sum(dtype=accumulation_dtype(a))
+def passes_for(x: Tensor, config: FWLConfig) -> Any:
+    """The module of elementwise passes for x."""
+    if config.clip is not None or x.dtype == torch.float64 or not cross_entropy.on_gpu(x):
+        return fwl_dual_passes
+    from fastweights.torch.kernels import fwl_dual
+
+    return fwl_dual

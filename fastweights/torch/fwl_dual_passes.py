@@ -1,7 +1,8 @@
-"""The elementwise passes of fwl_dual.py, in plain PyTorch.
+"""The elementwise passes of fwl_dual.py in plain PyTorch; kernels/fwl_dual.py has the same functions for a GPU.
 
-Shapes are those of one chunk: (B, C, width) per token, (B, 1, width) or (width,) per row. Results that matrix products
-take are in the dtype of the products, that of the first argument; all else is float32 or wider.
+Shapes are those of one chunk: (B, C, width) per token, (B, 1, width) or (width,) per row. What matrix products take is
+in their dtype, that of h and u; all else is float32 or wider. e: the six steps. `every` (B, C, F + 3 E) takes what is
+summed over tokens for both biases, scale and shift: their gradients g1, g2, dn xhat and dn, or those of the loss.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from fastweights.torch.dtypes import wide
 
 
 class Norm(NamedTuple):
-    """A layer norm without scale and shift: its input, its output, mean and 1 / deviation of every row."""
+    """A layer norm without scale and shift: its input, its output, mean and 1 / deviation of every token."""
 
     y: Tensor
     xhat: Tensor
@@ -40,22 +41,100 @@ def normal(y: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, eps: float) ->
     return norm, torch.addcmul(shift, norm.xhat, scale).to(low)
 
 
-def gradients(head: Tensor, share: Tensor, norm: Norm, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(dn, g2): what is learned of the gradient at the features, and the gradient at y that follows."""
+def write_second(
+    head: Tensor, share: Tensor, norm: Norm, scale: Tensor, e: Tensor, clip: float | None, g2: Tensor, v2: Tensor,
+    every: Tensor,
+) -> None:  # fmt: skip
+    """g2, and what is written for the second layer and the norm, from the gradient `head` of the loss at the features.
+
+    share (B, C): how much of it is learned.
+    """
+    E = head.shape[-1]
     dn = wide(head) * share[..., None]
-    return dn, norm.back(dn * scale).to(head.dtype)
+    g2.copy_(norm.back(dn * scale))
+    for part, g in zip(every[..., -3 * E :].split(E, -1), (g2, dn * norm.xhat, dn), strict=True):
+        part.copy_(_clipped(g, clip))
+    v2.copy_(every[..., -3 * E : -2 * E] * -e[2])
 
 
-def clipped(g: Tensor, most: float | None) -> Tensor:
+def write_first(u: Tensor, r: Tensor, e: Tensor, clip: float | None, v1: Tensor, every: Tensor) -> None:
+    """What is written for the first layer, whose gradient is g1 = 2 r u."""
+    g = _clipped((u * r).mul_(2.0), clip)
+    every[..., : g.shape[-1]] = g
+    v1.copy_(g * -e[0])
+
+
+def first_backward(
+    dv1: Tensor, dsums: Tensor, u: Tensor, r: Tensor, e: Tensor, clip: float | None, du: Tensor, dots: Tensor
+) -> Tensor:
+    """Back through `write_first`: du, and dr, which is returned; dv1 . g1 of each token goes into dots (B, C).
+
+    dsums: (B, 1, F), the gradient of the summed g1 times the step of the bias.
+    """
+    g = (u * r).mul_(2.0)
+    torch.sum(wide(dv1) * _clipped(g, clip), -1, out=dots)
+    dg = _clipped_backward(dsums - wide(dv1) * e[0], g, clip).mul_(2.0)
+    du.copy_(dg * r)
+    return dg * u
+
+
+def second_backward(
+    dv2: Tensor, dsums: Tensor, more: Tensor, head: Tensor, share: Tensor, norm: Norm, scale: Tensor, g2: Tensor,
+    e: Tensor, clip: float | None, dots: Tensor, every: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Back through `write_second`: gradients of head, of xhat and of the deviation; that of scale goes into `every`.
+
+    dsums: (B, 1, 3 E), gradients of the three sums times their steps;  more: what else g2 was used for.
+    """
+    E = head.shape[-1]
+    dn = wide(head) * share[..., None]
+    torch.sum(wide(dv2) * _clipped(g2, clip), -1, out=dots)
+    d2, dgscale, dgshift = dsums.split(E, -1)
+    raw = g2, dn * norm.xhat, dn
+    given = d2 - wide(dv2) * e[2], dgscale, dgshift
+    dg2, dgscale, dgshift = (_clipped_backward(d, g, clip) for d, g in zip(given, raw, strict=True))
+    dg2 = dg2 + more
+    q, dq = dn * scale, norm.back(dg2)
+    mean = lambda y: y.mean(-1, keepdim=True)  # noqa: E731
+    dxhat = dgscale * dn - norm.rstd * (mean(q * norm.xhat) * dg2 + q * mean(norm.xhat * dg2))
+    dstd = -norm.rstd * (dg2 * g2).sum(-1, keepdim=True)
+    every[..., -2 * E : -E] = dq * dn
+    dhead = (dq * scale + dgscale * norm.xhat + dgshift) * share[..., None]
+    return dhead.to(head.dtype), dxhat, dstd
+
+
+def output(
+    dfeatures: Tensor, norm: Norm, scale: Tensor, second: tuple[Tensor, Tensor] | None, dy: Tensor, every: Tensor
+) -> None:
+    """dy, from the gradient of the features and the two of the norm that `second_backward` returned, if it did."""
+    E, dxhat, dscale = scale.shape[-1], dfeatures * scale, dfeatures * norm.xhat
+    if second is None:
+        dy.copy_(norm.back(dxhat))
+        every[..., -2 * E : -E] = dscale
+    else:
+        dy.copy_(norm.back(dxhat + second[0]).addcmul_(norm.xhat, second[1] / E))
+        every[..., -2 * E : -E] += dscale
+    every[..., -3 * E : -2 * E], every[..., -E:] = dy, dfeatures
+
+
+def hidden_backward(da: Tensor, r: Tensor, dr: Tensor | None, dh: Tensor, every: Tensor) -> None:
+    """dh = 2 r da + [r > 0] dr."""
+    torch.mul(da, r, out=dh).mul_(2.0)
+    if dr is not None:
+        dh += dr * (r > 0)
+    every[..., : dh.shape[-1]] = dh
+
+
+def _clipped(g, most):
     """g with every token's vector at most `most` long."""
     if most is None:
         return g
     length = _length(g)
-    return (g * torch.where(length > most, most / length, 1.0)).to(g.dtype)
+    return g * torch.where(length > most, most / length, 1.0)
 
 
-def clipped_backward(dclipped: Tensor, g: Tensor, most: float | None) -> Tensor:
-    """The gradient of g from that of `clipped`."""
+def _clipped_backward(dclipped, g, most):
+    """The gradient of g from that of `_clipped`."""
     if most is None:
         return dclipped
     length = _length(g)
@@ -65,38 +144,3 @@ def clipped_backward(dclipped: Tensor, g: Tensor, most: float | None) -> Tensor:
 
 def _length(g):
     return wide(g).square().sum(-1, keepdim=True).add_(1e-24).sqrt_()
-
-
-def gate(u: Tensor, r: Tensor) -> Tensor:
-    """2 r u."""
-    return (u * r).mul_(2.0)
-
-
-def second(
-    norm: Norm, scale: Tensor, dn: Tensor, g2: Tensor, dg2: Tensor, dgscale: Tensor, dgshift: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Back through `gradients` and the writes of scale and shift, dn xhat and dn.
-
-    Returns the gradients of dn, of xhat, of the deviation (per token) and of scale (per token).
-    """
-    q, dg2 = dn * scale, wide(dg2)
-    dq = norm.back(dg2)
-    mean = lambda y: y.mean(-1, keepdim=True)  # noqa: E731
-    dxhat = dgscale * dn - norm.rstd * (mean(q * norm.xhat) * dg2 + q * mean(norm.xhat * dg2))
-    dstd = -norm.rstd * (dg2 * g2).sum(-1, keepdim=True)
-    return dq * scale + dgscale * norm.xhat + dgshift, dxhat, dstd, dq * dn
-
-
-def output(norm: Norm, scale: Tensor, dfeatures: Tensor, more: tuple[Tensor, Tensor] | None, low: torch.dtype) -> Tensor:
-    """The gradient at y, from that of the features and the two of the norm that `second` returned."""
-    dxhat = dfeatures * scale
-    if more is None:
-        return norm.back(dxhat).to(low)
-    return (norm.back(dxhat + more[0]) + norm.xhat * (more[1] / norm.xhat.shape[-1])).to(low)
-
-
-def hidden_backward(da: Tensor, r: Tensor, dr: Tensor | None, dh: Tensor) -> None:
-    """dh = 2 r da + [r > 0] dr, into dh."""
-    torch.mul(da, r, out=dh).mul_(2.0)
-    if dr is not None:
-        dh += dr * (r > 0)

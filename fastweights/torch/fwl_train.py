@@ -98,7 +98,9 @@ def objective(
     )  # fmt: skip
     vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
     words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
-    w = fwl_dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c)
+    w = fwl_dual.Weights(
+        p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c
+    )
     plain = config.decay is None and documents == 1
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         value, loss, slow, *learned = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
