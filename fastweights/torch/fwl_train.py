@@ -18,6 +18,7 @@ from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.tracing import has_modes, is_watched
 
+DEVICES = ("cuda",)  # where it is the faster form; on a CPU weights per document are as fast
 LONGEST = 8192  # tokens of a row: what earlier tokens cost grows with their number, other weights per document do not
 
 
@@ -53,8 +54,10 @@ def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed
         return "normalizer is 'sequence' and rows hold several documents"
     if not torch.is_grad_enabled():
         return "nothing is differentiated"
-    if is_watched() or has_modes() or x.is_meta:
+    if is_watched() or has_modes():
         return "the call is traced"
+    if x.device.type not in DEVICES:
+        return f"weights per document are as fast on this device ({x.device.type})"
     if weights.requires_grad or (state is not None and any(y.requires_grad for y in state)):
         return "weights or the state have gradients"
     if x.shape[1] + config.refresh > LONGEST:
