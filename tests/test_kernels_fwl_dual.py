@@ -11,13 +11,13 @@ from fastweights.torch import FWLBlock, cross_entropy, fwl_dual, fwl_train
 @pytest.mark.parametrize("how", [dict(), dict(first_order=True, decay=0.9)], ids=str)
 def test_objective_of_a_refreshed_layer(monkeypatch, how):
     torch.manual_seed(0)
-    B, T, D = 2, 11, 6
-    block = FWLBlock(10, 30, inputs=D, hidden=12, step_size=0.3, normalizer=2.0, refresh=4, **how).to(DEVICE)
-    x, labels = torch.randn(B, T, D, device=DEVICE, requires_grad=True), torch.randint(30, (B, T), device=DEVICE)
+    B, T, D = 2, 7, 5
+    block = FWLBlock(6, 20, inputs=D, hidden=9, step_size=0.3, normalizer=2.0, refresh=3, **how).to(DEVICE)
+    x, labels = torch.randn(B, T, D, device=DEVICE, requires_grad=True), torch.randint(20, (B, T), device=DEVICE)
     weights, starts = torch.rand(B, T, device=DEVICE), torch.zeros(B, T, dtype=torch.bool, device=DEVICE)
-    starts[1, 5] = True
+    starts[1, 4] = True
     with torch.no_grad():
-        state = block.run(x[:, :6].flip(1), labels[:, :6], weights[:, :6]).state
+        state = block.run(x[:, :5].flip(1), labels[:, :5], weights[:, :5]).state
     used = []
 
     def run(kernels):

@@ -218,14 +218,15 @@ class LanguageModel(nn.Module):
             slow_share: how much the loss of a Fast Weight Layer that has learned nothing counts in what is minimised.
         """
         x, blocks = self(tokens, state, documents)
-        if self.fast is not None:
-            block = self.fast.config, self.fast._weights()
-            if fwl_train.refuses(block[0], x, weights, state.fast, packed=not documents.whole) is None:
-                found = fwl_train.objective(
-                    *block, x, labels, weights, state.fast, starts=documents.starts, keep=documents.keep,
-                    documents=documents.most, slow_share=slow_share,
-                )  # fmt: skip
-                return found.value, (found.loss * weights).sum(), State(blocks, found.state)
+        fast: Any = state.fast
+        if self.fast is not None and not fwl_train.refuses(
+            self.fast.config, x, weights, fast, packed=not documents.whole
+        ):
+            found = fwl_train.objective(
+                self.fast.config, self.fast._weights(), x, labels, weights, fast, starts=documents.starts,
+                keep=documents.keep, documents=documents.most, slow_share=slow_share,
+            )  # fmt: skip
+            return found.value, (found.loss * weights).sum(), State(blocks, found.state)
         scores = self._scored(x, blocks, labels, state, weights, documents, True, True)
         loss = value = (scores.loss * weights).sum()
         if scores.slow is not None:

@@ -121,9 +121,9 @@ class Objective(torch.autograd.Function):
         there = tuple(y for y in given if y is not None)
         has = [y is not None for y in given]
 
-        def work(last, *some):
-            some = iter(some)
-            every = [next(some) if here else None for here in has]
+        def work(last: Tensor, *some: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(some)
+            every: list[Any] = [next(rest) if here else None for here in has]
             return _work(config, plain, slow, last, fwl_dual.Weights(*every[:count]), fwl_dual.Rows(*every[count:]))
 
         key = "objective", config, plain, slow, tuple(has)
@@ -153,7 +153,7 @@ def _work(config, plain, slow, last, w, rows):
         slow_loss, more, dmore = run.slow()
         value = value + (slow_loss * rows.slow).sum()
         dx += more
-        dw = [y + z for y, z in zip(dw, dmore, strict=True)]
+        dw = fwl_dual.Weights(*(y + z for y, z in zip(dw, dmore, strict=True)))
     return value, loss, slow_loss, *learned, *dw, dx
 
 
@@ -171,6 +171,7 @@ def lay_out(
         like: a tensor of integers on the device.
     """
     C, B = config.refresh, len(waiting)
+    assert C is not None
     waiting = waiting if keep is None else waiting * keep.to(waiting.dtype)
     t = torch.arange(T, device=like.device).expand(B, T)
     new = torch.zeros_like(t, dtype=torch.bool) if starts is None else starts & (t > 0)
@@ -224,7 +225,7 @@ def _carried(config, state, low):
     return dense1[:, :-1].to(low), dense2[:, :-1].to(low), vectors
 
 
-def _state_after(config, rows, layout, learned, state, dtype):
+def _state_after(config, rows, layout, learned, state, dtype) -> RefreshState:
     """The RefreshState after the last token of each row."""
     C, F, size = config.refresh, config.hidden_width, config.size
     row = torch.arange(len(layout.last), device=layout.last.device)
@@ -236,8 +237,9 @@ def _state_after(config, rows, layout, learned, state, dtype):
             kept = layout.kept[row, layout.last][:, None, None]
             parts = tuple(y.addcmul_(S[:, 0], kept) for y, S in zip(parts, state[:3], strict=True))
         at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
-        rest = [y[row[:, None], at] for y in (rows.x.to(dtype), rows.labels, rows.share)]
-        return RefreshState(*(y[:, None] for y in parts), *rest, layout.count)
+        pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
+        dense1, dense2, norm = (y[:, None] for y in parts)
+        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.count)
 
 
 def _steps(config, steps):
