@@ -34,12 +34,12 @@ class Trained(NamedTuple):
 class Layout(NamedTuple):
     """Where tokens go: place (B, T) of each new token among the n C of its row; last (B,), the row's last chunk.
 
-    count (B,): tokens of that chunk.  mask (B, n, n), kept (B, n): as `fwl_dual.Rows` has them.
+    left (B,): tokens of that chunk.  mask (B, n, n), kept (B, n): as `fwl_dual.Rows` has them.
     """
 
     place: Tensor
     last: Tensor
-    count: Tensor
+    left: Tensor
     mask: Tensor
     kept: Tensor
 
@@ -239,7 +239,7 @@ def _state_after(config, rows, layout, learned, state, dtype) -> RefreshState:
         at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
         pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
         dense1, dense2, norm = (y[:, None] for y in parts)
-        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.count)
+        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.left)
 
 
 def _steps(config, steps):
