@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.fwl import FWLConfig
+from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy, fwl_dual_passes
 from fastweights.torch.dtypes import accumulation_dtype
 

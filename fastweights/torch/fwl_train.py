@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastweights import fwl
-from fastweights.fwl import FWLConfig
+from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_dual, graphs
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
