@@ -145,6 +145,7 @@ def _fits(shape, expected):
 
 
 _debugging = ContextVar("fastweights_debug", default=False)
+_layer: ContextVar[str] = ContextVar("layer", default="")  # the one being scanned
 
 
 @contextmanager
@@ -179,9 +180,9 @@ def debug(model=None):
 def _watching(model):
     """The context in which layers of a model are scanned, by the framework's own means."""
     if hasattr(model, "register_forward_pre_hook"):
-        return _watch_torch(model)
+        return _wrapped(list(model.named_modules()), "forward")
     if hasattr(model, "_flatten_layers"):
-        return _watch_keras(model)
+        return _wrapped([(layer.path, layer) for layer in model._flatten_layers()], "call")
     if hasattr(model, "apply") and hasattr(model, "scope"):
         return _watch_flax(model)
     raise FastWeightError(
@@ -189,39 +190,43 @@ def _watching(model):
     )
 
 
-@contextmanager
-def _watch_torch(model):
-    """Scan what every module is given and returns, by forward hooks; they go when the block ends."""
-    handles = []
-    for name, module in model.named_modules():
-        given = lambda m, args, kwargs, n=name: scan_layer(n, m, (args, kwargs), "was given")  # noqa: E731
-        made = lambda m, args, out, n=name: scan_layer(n, m, out, "returned")  # noqa: E731
-        handles += [module.register_forward_pre_hook(given, with_kwargs=True), module.register_forward_hook(made)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+# How a Fast Weight Layer can be entered, beside the call of every framework
+ENTRANCES = ("run", "loss", "step", "slow_logits", "slow_loss", "_refreshed_step")
+
+
+def _scanned(name, layer, call):
+    """call, which scans what the layer is given and returns; what is raised inside says which layer it was in."""
+
+    def scanning(*args, **kwargs):
+        scan_layer(name, layer, (args, kwargs), "was given")
+        token = _layer.set(_called(name, layer))
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            _layer.reset(token)
+        scan_layer(name, layer, out, "returned")
+        return out
+
+    return scanning
 
 
 @contextmanager
-def _watch_keras(model):
-    """Scan what every layer is given and returns: its `call` is wrapped until the block ends."""
-    layers = list(model._flatten_layers())
-    for layer in layers:
-
-        def call(*args, _layer=layer, _call=layer.call, **kwargs):
-            scan_layer(_layer.path, _layer, (args, kwargs), "was given")
-            out = _call(*args, **kwargs)
-            scan_layer(_layer.path, _layer, out, "returned")
-            return out
-
-        object.__setattr__(layer, "call", call)
+def _wrapped(layers, method):
+    """Scan every (name, layer) of `layers`: its methods are wrapped until the block ends."""
+    before = []
+    for name, layer in layers:
+        entrances = [n for n in ENTRANCES if hasattr(layer, n)] if type(layer).__name__ == "FWLBlock" else []
+        for entrance in (method, *entrances):
+            before.append((layer, entrance, vars(layer).get(entrance)))
+            object.__setattr__(layer, entrance, _scanned(name, layer, getattr(layer, entrance)))
     try:
         yield
     finally:
-        for layer in layers:
-            object.__delattr__(layer, "call")
+        for layer, entrance, own in reversed(before):
+            if own is None:
+                object.__delattr__(layer, entrance)
+            else:  # somebody else had wrapped it
+                object.__setattr__(layer, entrance, own)
 
 
 @contextmanager
@@ -230,16 +235,16 @@ def _watch_flax(model):
     from flax import linen
 
     def scan(call, args, kwargs, context):
-        module, name = context.module, "/".join(context.module.path)
-        if context.method_name != "__call__":
+        if context.method_name not in ("__call__", *ENTRANCES):
             return call(*args, **kwargs)
-        scan_layer(name, module, (args, kwargs), "was given")
-        out = call(*args, **kwargs)
-        scan_layer(name, module, out, "returned")
-        return out
+        return _scanned("/".join(context.module.path), context.module, call)(*args, **kwargs)
 
     with linen.intercept_methods(scan):
         yield
+
+
+def _called(name, layer):
+    return f"{f'layer {name}' if name else 'the model'} ({type(layer).__name__})"
 
 
 def scan_layer(name, layer, tree, did):
@@ -258,9 +263,8 @@ def scan_layer(name, layer, tree, did):
         bad = ~np.isfinite(x) if x.dtype.kind == "f" else np.zeros(0, bool)
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
-            called = f"layer {name}" if name else "the model"
             raise FastWeightError(
-                f"{called} ({type(layer).__name__}) {did} {x[at]} at {at} of {x.shape}; expected finite numbers: no "
+                f"{_called(name, layer)} {did} {x[at]} at {at} of {x.shape}; expected finite numbers: no "
                 f"layer before it met any other ({int(bad.sum())} such values)"
             )
 
@@ -309,7 +313,10 @@ def check_values(arrays):
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             expected = {"beta": "rates in [0, 2]", "log_decay": "finite logarithms <= 0"}.get(name, "finite numbers")
-            raise FastWeightError(f"{name} has {x[at]} at {at}; expected {expected} ({int(bad.sum())} such values)")
+            where = f"in {_layer.get()}, " if _layer.get() else ""
+            raise FastWeightError(
+                f"{where}{name} has {x[at]} at {at}; expected {expected} ({int(bad.sum())} such values)"
+            )
 
 
 def check_parameters(arrays, shapes):

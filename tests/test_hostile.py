@@ -9,6 +9,7 @@ from reliability import steps
 import fastweights
 import fastweights.torch as fw
 from fastweights import FastWeightError
+from fastweights.attention_config import PRESETS
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 
@@ -42,6 +43,35 @@ def test_the_first_layer_that_met_nan_is_named():
         pass
 
 
+@pytest.mark.parametrize("name", [*PRESETS, "FastWeightRNN", "FastWeightProgrammer"])
+def test_every_kind_of_layer_is_named(name):
+    """Also where NaN arises within the layer, in its decay."""
+    attention = name in PRESETS
+    layer = fw.FastWeightAttention.preset(name, 8, 2) if attention else getattr(fw, name)(8, 8)
+    own = getattr(layer, "decay_bias", None)
+    with torch.no_grad():
+        (next(layer.parameters()) if own is None else own).view(-1)[0] = float("nan")
+    model, x = torch.nn.ModuleDict(dict(inner=layer)), torch.randn(1, 5, 8)
+    within, before = r"in layer inner \(FastWeightAttention\), (log_decay|beta) has nan", r"layer inner\S* \(\w+\)"
+    found = before if own is None else within
+    with fastweights.debug(model), pytest.raises(FastWeightError, match=found):
+        model["inner"](x)
+    assert not [n for m in model.modules() for n in vars(m) if n == "forward"]  # nothing is left
+
+
+@pytest.mark.parametrize("refresh", [None, 4])
+@pytest.mark.parametrize("entrance", ["forward", "run", "loss", "slow_logits", "slow_loss", "step"])
+def test_a_fast_weight_layer_is_named_however_it_is_entered(entrance, refresh):
+    x, (labels, weights) = torch.randn(1, 5, 8), fw.make_labels(torch.arange(5)[None])
+    block = fw.FWLBlock(8, 10, inputs=8, refresh=refresh, normalizer=4.0)
+    given = dict(slow_logits=(x,), slow_loss=(x, labels), step=(x[:, 0], None, block.init_state(1)))
+    with torch.no_grad():
+        block.dense1[0, 0] = float("nan")
+    model = torch.nn.ModuleDict(dict(head=block))
+    with fastweights.debug(model), pytest.raises(FastWeightError, match=r"layer head \(FWLBlock\)"):
+        getattr(block, entrance)(*given.get(entrance, (x, labels, weights)))
+
+
 def test_flax_names_it_too():
     jax, linen = pytest.importorskip("jax"), pytest.importorskip("flax.linen")
 
@@ -58,6 +88,12 @@ def test_flax_names_it_too():
     ):
         model.apply(weights, x)
     assert not np.isfinite(model.apply(weights, x)).any()
+    import fastweights.jax as fwj
+
+    block = fwj.FWLBlock(4, 5, refresh=2, normalizer=3.0)
+    given = jax.numpy.full((1, 3, 2), jax.numpy.nan), jax.numpy.zeros((1, 3), int), jax.numpy.ones((1, 3))
+    with fastweights.debug(block), pytest.raises(FastWeightError, match=r"\(FWLBlock\) was given nan"):
+        block.apply({}, *given, method="run")
 
 
 def test_keras_names_it_too():
@@ -70,6 +106,12 @@ def test_keras_names_it_too():
     with fastweights.debug(model), pytest.raises(FastWeightError, match=r"first \(Dense\) returned inf at \(0, 0\)"):
         model(x)
     model(x)
+    import fastweights.keras as fwk
+
+    block = fwk.FWLBlock(4, 5, inputs=2, refresh=2, normalizer=3.0)
+    given = keras.ops.full((1, 3, 2), np.nan), keras.ops.zeros((1, 3), "int32"), keras.ops.ones((1, 3))
+    with fastweights.debug(block), pytest.raises(FastWeightError, match=r"\(FWLBlock\) was given nan"):
+        block.run(*given)
 
 
 def call(args, dtype, method, **how):

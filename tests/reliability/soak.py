@@ -95,17 +95,19 @@ def plot(found, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 6), layout="constrained")
+    figure, axes = pyplot.subplots(4, 1, sharex=True, figsize=(7, 8), layout="constrained")
     x = [p["tokens"] / 1e6 for p in found]
-    for axis, name, label, scale in (
-        (axes[0], "resident", "memory, MiB", 2**20),
-        (axes[1], "tokens_per_second", "1000 tokens / CPU s", 1e3),
-        (axes[2], "bits_per_byte", "bits per byte", 1),
+    speeds = [[p[name] / 1e3 for p in found] for name in ("tokens_per_second", "fresh_tokens_per_second")]
+    for axis, lines, label in (
+        (axes[0], [[p["resident"] / 2**20 for p in found]], "memory, MiB"),
+        (axes[1], speeds, "1000 tokens / CPU s"),
+        (axes[2], [[a / b for a, b in zip(*speeds, strict=True)]], "speed / a fresh state's"),
+        (axes[3], [[p["bits_per_byte"] for p in found]], "bits per byte"),
     ):
-        axis.plot(x, [p[name] / scale for p in found], label="the text so far")
+        for line, name in zip(lines, ("the text so far", "a fresh state, at the same moment"), strict=False):
+            axis.plot(x, line, label=name)
         axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-    axes[1].plot(x, [p["fresh_tokens_per_second"] / 1e3 for p in found], label="a fresh state, at the same moment")
+        axis.set_ylim(0, 1.2 * max(map(max, lines)))
     axes[1].legend(loc="lower right")
     axes[-1].set_xlabel("million tokens read")
     figure.savefig(path, dpi=110)
