@@ -213,7 +213,9 @@ def _equal(framework, number, rng, arguments, dtype, x, how):
         first, *between = call(given[:, :cut], state, **part(None, cut))
         rest, *after = call(given[:, cut:], between, **part(cut, None))
         got = [np.concatenate([first, rest], 1), *after]
-    for name, g, w, f in zip(("output", "memory", "z", "conv"), got, wanted, far, strict=True):
+    # Rates of 2 and long keys make a memory grow; where it is beyond the dtype, what is read from it is infinite.
+    beyond = bool(np.abs(wanted[1]).max(initial=0.0) > torch.finfo(getattr(torch, dtype)).max)
+    for name, g, w, f in list(zip(("output", "memory", "z", "conv"), got, wanted, far, strict=True))[beyond:]:
         assert (g is None) == (w is None), f"case {number}: {name} is {g}"
         if w is None:
             continue
@@ -221,4 +223,4 @@ def _equal(framework, number, rng, arguments, dtype, x, how):
         allowed = 16 * f + 64 * EPS[dtype] * max(1.0, np.abs(w).max(initial=0.0))
         error = np.abs(g - w).max(initial=0.0)
         assert error <= allowed, f"case {number}: {name} is {error:.3g} off, allowed {allowed:.3g}; {dtype} {arguments}"
-    return dtype
+    return "beyond its dtype" if beyond else dtype
