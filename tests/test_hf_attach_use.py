@@ -62,6 +62,25 @@ def test_a_cache_carries_what_was_learned_and_forks():
     assert not torch.allclose(still[:, 5:], whole[:, 5:], atol=1e-3)
 
 
+def test_a_damaged_head_is_refused(tmp_path):
+    """One bit of its weights, one digit of its settings; the model stays as it was."""
+    model = make("llama")
+    attach(model, refresh=3)
+    save_attached(model, tmp_path)
+    detach(model)
+    for name in ("fast_head.safetensors", "fast_head.json"):
+        path = tmp_path / name
+        whole = path.read_bytes()
+        bad = bytearray(whole)
+        bad[-9 if name.endswith("s") else whole.index(b'"refresh": 3') + 11] ^= 1
+        path.write_bytes(bad)
+        with pytest.raises(FastWeightError, match="is damaged"):
+            load_attached(model, tmp_path)
+        assert not hasattr(model, "fast_head")
+        path.write_bytes(whole)
+    load_attached(model, tmp_path)
+
+
 def test_save_and_load_the_new_part_alone(model, tmp_path):
     head = attach_strong(model, refresh=3)
     tokens = random_tokens(2, 11)
