@@ -78,7 +78,7 @@ def test_no_network_is_asked_for(tmp_path, monkeypatch):
 
 
 def test_the_allocator_is_left_alone():
-    """Its settings belong to the program; a bench may change those of a process of its own. Results are plain tensors."""
+    """Its settings belong to the program, but in a process of a bench's own; results are plain tensors."""
     import torch
 
     from fastweights.torch import fast_weight
