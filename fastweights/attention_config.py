@@ -321,7 +321,7 @@ class AttentionConfig:
 
         Of these alone a framework makes its parameters, and `check_parameters` compares what it is given.
         """
-        shapes = dict(in_proj=(self.dim, sum(self.sections.values())))
+        shapes: dict[str, tuple[int, ...]] = dict(in_proj=(self.dim, sum(self.sections.values())))
         if self.conv:
             shapes["conv"] = (self.conv, self.channels)
         if self.decay == "learned":

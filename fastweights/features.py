@@ -100,6 +100,7 @@ class FeatureMap(NamedTuple):
 
     def _own(self, x):
         """The user's function of x, whose width is what it says."""
+        assert self.function is not None
         phi, width = self.function(x), self.width(x.shape[-1])
         if len(phi.shape) != len(x.shape) or phi.shape[-1] != width:
             raise FastWeightError(

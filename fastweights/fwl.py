@@ -48,7 +48,7 @@ def write(config, ops, p, x, slow, dn):
     """Keys and values of the three memories for the gradient dn of the slow features: ((k, v), (k, v), (k, v))."""
     xp = ops.xp
     gradients = slow_backward(config, ops, p, slow, dn)
-    keys = (x, slow.a)
+    keys: Any = (x, slow.a)
     if config.first_order:
         gradients, keys = [ops.stop(g) for g in gradients], [ops.stop(k) for k in keys]
     if config.clip is not None:
@@ -90,15 +90,14 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
     pending, waiting, waits = unlearned(ops, x, weights, cu_seqlens)
 
     def memory(i, q):
-        answer, after[i] = remember(
-            config, ops, q, *written[i], before[i], writes=weights > 0, ages=1 - waits, cu_seqlens=cu_seqlens
-        )
+        (k, v), how = written[i], dict(writes=weights > 0, ages=1 - waits, cu_seqlens=cu_seqlens)
+        answer, after[i] = remember(config, ops, q, k, v, before[i], **how)
         return answer
 
     n = read(config, ops, p, x, slow, memory)
     fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
     loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, p["unembed"], p["unembed_bias"], labels)
-    return FWLOutput(fast, loss, slow_loss, FWLState(*after, pending, waiting))
+    return FWLOutput(fast, loss, slow_loss, FWLState._make([*after, pending, waiting]))
 
 
 def step(config, ops, p, x, label, weight, state):
@@ -107,20 +106,21 @@ def step(config, ops, p, x, label, weight, state):
     after = [None, None, None]
 
     def memory(i, q):
-        answer, after[i] = remember(config, ops, q, *written[i], state[i], read="after", **how)
+        k, v = written[i]
+        answer, after[i] = remember(config, ops, q, k, v, state[i], read="after", **how)
         return answer
 
     x = x[:, None]
     n = read(config, ops, p, x, slow_pass(config, ops, p, x), memory)
     logits = ops.matmul(n, p["unembed"]) + p["unembed_bias"]
-    return logits[:, 0], FWLState(*after, x[:, 0], ops.xp.ones_like(state.waiting))
+    return logits[:, 0], FWLState._make([*after, x[:, 0], ops.xp.ones_like(state.waiting)])
 
 
 def learn_waiting(config, ops, p, label, state):
     """The state once the tokens that wait in it have been learned.  label (B,): theirs."""
     written, how = waiting(config, ops, p, label, ops.xp.ones_like(state.waiting), state)
     after = [remember(config, ops, k, k, v, S, **how)[1] for (k, v), S in zip(written, state[:3], strict=True)]
-    return FWLState(*after, state.pending, ops.xp.zeros_like(state.waiting))
+    return FWLState._make([*after, state.pending, ops.xp.zeros_like(state.waiting)])
 
 
 def waiting(config, ops, p, label, weight, state):

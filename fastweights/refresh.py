@@ -60,13 +60,8 @@ def initial(config, inputs, batch, zeros):
     """The state before the first token.  zeros(shape, kind): an array, kind is "wide", "input" or "whole"."""
     C, F, size = config.refresh, config.hidden_width, config.size
     learned = (1, inputs + 1, F), (1, F + 1, size), (1, 1, 2 * size)
-    return RefreshState(
-        *(zeros((batch, *shape), "wide") for shape in learned),
-        zeros((batch, C, inputs), "input"),
-        zeros((batch, C), "whole"),
-        zeros((batch, C), "wide"),
-        zeros((batch,), "whole"),
-    )
+    rest = ((C, inputs), "input"), ((C,), "whole"), ((C,), "wide"), ((), "whole")
+    return RefreshState._make(zeros((batch, *shape), kind) for shape, kind in (*((x, "wide") for x in learned), *rest))
 
 
 def fast_weights(config, ops, p, learned, x):
@@ -96,12 +91,14 @@ def chunk(config, ops, p, learned, x, labels, share, *, close, score=True):
     written = fwl.write(config, ops, now, x, slow, dn * ops.cast(share, dn)[..., None])
     if config.within == "cumulative":
         slow = slow._replace(h1=ops.matmul(x, p["dense1"]) + p["bias1"])
-        n = fwl.read(config, ops, p, x, slow, lambda i, q: _before(config, ops, q, *written[i], learned[i]))
+        n = fwl.read(
+            config, ops, p, x, slow, lambda i, q: _before(config, ops, q, written[i][0], written[i][1], learned[i])
+        )
         loss = ops.loss(n, *head) if score else None
     else:
         n = slow.n
     if close:
-        learned = tuple(_learn(config, ops, *kv, S) for kv, S in zip(written, learned, strict=True))
+        learned = tuple(_learn(config, ops, k, v, S) for (k, v), S in zip(written, learned, strict=True))
     return n, loss, learned
 
 
@@ -166,7 +163,9 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     if logits:
         fast = ops.matmul(features, p["unembed"]) + p["unembed_bias"]
     waiting = (ends - begin)[:, 0]
-    return fwl.FWLOutput(fast, loss, slow_loss, RefreshState(*learned, *map(ops.cast, rest, state[3:6]), waiting))
+    return fwl.FWLOutput(
+        fast, loss, slow_loss, RefreshState._make([*learned, *map(ops.cast, rest, state[3:6]), waiting])
+    )
 
 
 def _sequences(ops, tokens, cu_seqlens, whole):

@@ -186,16 +186,8 @@ class FastHead(nn.Module):
         after: list[Any] = [None, None, None]
 
         def memory(i, q):
-            answer, after[i] = fwl.remember(
-                self.config.layer,
-                OPS,
-                q,
-                *written[i],
-                state[i],
-                read="after",
-                writes=before.learns > 0,
-                ages=before.learns,
-            )
+            (k, v), how = written[i], dict(writes=before.learns > 0, ages=before.learns)
+            answer, after[i] = fwl.remember(self.config.layer, OPS, q, k, v, state[i], read="after", **how)
             return answer
 
         features = self._read(u, slow, memory).to(x.dtype)
@@ -222,6 +214,7 @@ class FastHead(nn.Module):
         labels = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
         weights = (labels >= 0).to(state.shares.dtype)
         weights[:, cu[1:][count > 0] - 1] = 0  # what follows the last token of a row is not known yet
+        n: Any
         n, _, state = refresh.read(
             layer, OPS, p, x, labels.clamp(min=0), weights, state, fresh=False, cu_seqlens=cu, score=False
         )
@@ -242,11 +235,11 @@ class FastHead(nn.Module):
         at = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         last = torch.where(mask, at, 0).cummax(1).values  # (B, T): the newest real token; 0 is what the state holds
         previous = torch.cat([torch.zeros_like(last[:, :1]), last[:, :-1]], 1)
-        old = torch.take_along_dim(both, previous[..., None], 1)
+        x = torch.take_along_dim(both, previous[..., None], 1)
         learns = torch.take_along_dim(there, previous, 1) * mask
         pending = torch.take_along_dim(both, last[:, -1:, None], 1)[:, 0]
         waiting = torch.take_along_dim(there, last[:, -1:], 1)[:, 0]
-        return Columns(old, self._slow(old), learns), self._slow(u), pending, waiting
+        return Columns(x, self._slow(x), learns), self._slow(u), pending, waiting
 
     def _gradient(self, before, tokens, unembed, bias):
         """Of the loss of each token, at the slow features of the token before it."""

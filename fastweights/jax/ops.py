@@ -190,7 +190,8 @@ def _inverse(L, xp):
 def _inverse_jvp(xp, primals, tangents):
     """The derivative of (I + L)^{-1} is -(I + L)^{-1} dL (I + L)^{-1}: two products with what is known already."""
     with jax.default_matmul_precision("highest"):
-        Y, (dL,) = core.inverse(*primals, xp), tangents
+        (L,), (dL,) = primals, tangents
+        Y = core.inverse(L, xp)
         dL = dL + Y @ dL
         return Y, -(dL + dL @ Y)  # -(I + Y) dL (I + Y)
 

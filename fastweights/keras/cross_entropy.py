@@ -50,7 +50,9 @@ def _head(n, E, c, labels, *, want_r):
     blocks = [(a, min(a + WORDS, E.shape[1])) for a in range(0, E.shape[1], WORDS)]
 
     def forward(n, E, c):
-        top = total = mean = None
+        top: Any = None
+        total: Any = None
+        mean: Any = None
         # Forward: maximum, sum and mean of the words so far, each shrunk when a larger logit comes.
         for a, b in blocks:
             z = ops.cast(n @ E[:, a:b] + c[a:b], wide)

@@ -15,6 +15,8 @@ Every product is written to a contiguous tensor: on a CPU `bmm` and `baddbmm` ta
 make a strided result one matrix at a time, several times slower. Signs go into `alpha`, which costs nothing.
 """
 
+from typing import Any
+
 import torch
 
 from fastweights.core import TOKENS, Inputs, refuses_chunks
@@ -93,8 +95,10 @@ class Segment:
         beta, log_decay = inputs.beta, inputs.log_decay
         q, self.k = chunks.take(inputs.q, a, b), chunks.take(inputs.k, a, b)
         erase = self.k if inputs.erase is None else chunks.take(inputs.erase, a, b)
-        self.beta = None if beta is None else chunks.take(beta[..., None], a, b)
+        self.beta: Any = None if beta is None else chunks.take(beta[..., None], a, b)
         self.w = self.w_end = self.k if beta is None else self.k * self.beta
+        self.queries: Any  # what reads the memory: queries and, for the delta rule, keys
+        self.keys: Any
         self.g_end = log_g = log_read = None
         self.by_channel = inputs.by_channel
         if self.by_channel:
@@ -165,7 +169,7 @@ def forward(inputs, spec, layout):
     """
     q, v, state = inputs.q, inputs.v, inputs.state
     C, H, K, V = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3]
-    chunks = Chunks(*q.shape[:3], C, inputs.cu_seqlens)
+    chunks = Chunks(q.shape[0], q.shape[1], H, C, inputs.cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     if state is None:
         state = q.new_zeros(state_shape(inputs, spec), dtype=accumulation_dtype(q.dtype))
@@ -174,14 +178,15 @@ def forward(inputs, spec, layout):
     # Segments are short enough to stay in the cache of a CPU; on a GPU there is one.
     for a, b in chunks.segments(q, max(K, V, C)):
         segment = Segment(chunks, a, b, inputs, spec)
-        A, X, e, S = saved_rows(saved, chunks.span(a, b), spec.delta) if layout else [None] * 4
+        kept: list[Any] = saved_rows(saved, chunks.span(a, b), spec.delta) if layout else [None] * 4
+        A, X, e, S = kept
         A, y = segment.queries.products(segment.w, out=A), chunks.take(v, a, b)
         if spec.delta:
             X = inverse(segment.keys.products(segment.w), out=X)
             e = torch.empty_like(y) if e is None else e
         else:
             e = y
-        read = None if layout else torch.empty_like(y)
+        read: Any = None if layout else torch.empty_like(y)
         walk(chunks.counts(a, b), memory, S, read, y, X, e, segment)
         read = torch.bmm(segment.queries.scaled, S) if layout else read
         chunks.put(o, read.baddbmm_(A, e), a, b)
@@ -227,10 +232,11 @@ def backward(do, dstate, inputs, saved, spec):
     """
     q, v, state = inputs.q, inputs.v, inputs.state
     C, H, K, V, delta = chunk_size(inputs, spec), q.shape[2], q.shape[3], v.shape[3], spec.delta
-    chunks = Chunks(*q.shape[:3], C, inputs.cu_seqlens)
-    dq, dk, dv, dbeta, dlog_decay, derase = (
+    chunks = Chunks(q.shape[0], q.shape[1], H, C, inputs.cu_seqlens)
+    grads: list[Any] = [
         None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:TOKENS]
-    )
+    ]
+    dq, dk, dv, dbeta, dlog_decay, derase = grads
     if dstate is None:
         dstate = q.new_zeros(state_shape(inputs, spec), dtype=accumulation_dtype(q.dtype))
     dS = chunks.sort(dstate).flatten(0, 1)  # gradient of the memory, walking back
@@ -242,7 +248,7 @@ def backward(do, dstate, inputs, saved, spec):
         dout = chunks.take(do, a, b)
         de = torch.bmm(A.mT, dout)
         dy = torch.empty_like(de) if delta else de
-        dw, kept = torch.empty_like(segment.w), []  # of each writing key
+        dw, kept = torch.empty_like(segment.w), list[torch.Tensor]()  # of each writing key
         walk_back(chunks.counts(a, b), dS, dout, de, X, dy, e, S, dw, kept, segment)
         chunks.put(dv, dy, a, b)
         ends = None
@@ -251,7 +257,7 @@ def backward(do, dstate, inputs, saved, spec):
             ends = (torch.cat(kept[::-1]) * segment.g_end).mT + segment.per_decay(segment.w * dw, tokens=True)
         dqueries = segment.queries.gradient(dout, e, S, segment.w, dw, sign=1)
         chunks.put(dq, dqueries, a, b)
-        dkeys = segment.keys.gradient(dy, e, S, segment.w, dw, sign=-1) if delta else None
+        dkeys: Any = segment.keys.gradient(dy, e, S, segment.w, dw, sign=-1) if delta else None
         if dlog_decay is not None:
             of = dlog_decay if segment.by_channel else dlog_decay[..., None]
             chunks.put(of, decay_gradient(segment, dqueries, dkeys, dw, ends), a, b)

@@ -141,6 +141,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         """Make the first layer's weight as wide as x, at the first call (PyTorch's lazy modules call this hook)."""
         if self.has_uninitialized_params():
             with torch.no_grad():
+                assert isinstance(self.dense1, nn.UninitializedParameter)
                 self.dense1.materialize((x.shape[-1], self.config.hidden_width))
                 nn.init.normal_(self.dense1, std=x.shape[-1] ** -0.5)
 
@@ -371,7 +372,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
     def _weights(self):
         """Parameters by the names of fwl.py: the output embedding as (size, V), zeros for a bias that is absent."""
-        p = dict(self.named_parameters(recurse=False))
+        p: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         p["unembed"] = self.unembed.mT if self.tied else self.unembed
         if self.unembed_bias is None:
             p["unembed_bias"] = self.scale.new_zeros(self.config.vocab_size)

@@ -261,8 +261,8 @@ def _backward(ctx, dloss):
     dW1 = x1.mT @ dh
     dx = dx.addmm_(dh, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
     found = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
-    found = [y.to(d) for y, d in zip(found, dtypes, strict=True)]
-    return *found, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 6
+    found_as = [y.to(d) for y, d in zip(found, dtypes, strict=True)]
+    return *found_as, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 6
 
 
 def passes_for(x: Tensor, dtype: torch.dtype) -> Any:

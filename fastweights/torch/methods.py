@@ -280,9 +280,9 @@ class FastWeightBackward(torch.autograd.Function):
         # The first gradient once more, of the plain form, so that autograd can differentiate it.
         with torch.enable_grad():
             ups = [_node(x) for x in (do, dstate)]
-            copies = [None if x is None else _node(x) for x in arrays]
+            copies: list[Any] = [None if x is None else _node(x) for x in arrays]
             asked = [copies[i] for i in wanted]
-            outputs = plain(Inputs(*copies, cu_seqlens), of_text(ctx.spec))
+            outputs = plain(Inputs._make([*copies, cu_seqlens, None]), of_text(ctx.spec))
             first = torch.autograd.grad(outputs, asked, ups, create_graph=True, materialize_grads=True)
             found = torch.autograd.grad(
                 first, [*ups, *asked], [second[i] for i in wanted], create_graph=True, materialize_grads=True

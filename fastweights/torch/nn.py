@@ -149,13 +149,13 @@ class FastWeightAttention(nn.Module):
         """All but the projections, which have drawn theirs: uniform up to 1 / sqrt(in), as nn.Linear does."""
         c = self.config
         if c.conv:
-            init.uniform_(self.conv, -(c.conv**-0.5), c.conv**-0.5)
+            init.uniform_(self.get_parameter("conv"), -(c.conv**-0.5), c.conv**-0.5)
         for name in c.shapes:
             if name.startswith(("decay", "feedback", "removal")):
                 x = getattr(self, name)
                 x.copy_(c.initial_value(name, lambda a, b, _, x=x: torch.empty_like(x).uniform_(a, b), torch))
         if c.out_norm:
-            init.ones_(self.out_norm)
+            init.ones_(self.get_parameter("out_norm"))
         self.draws.zero_()
         if self.projection is not None and not self.projection.is_meta:
             self.projection.copy_(torch.from_numpy(c.projection()))

@@ -94,7 +94,8 @@ class Chunks:
 
     def __init__(self, B: int, T: int, H: int, C: int, cu_seqlens: Tensor | None = None):
         self.T, self.H, self.C = T, H, C
-        self.order = self.tokens = None
+        self.order: Tensor | None = None
+        self.tokens: Tensor | None = None
         if cu_seqlens is None:
             self.sizes = [B] * -(-T // C)
         else:

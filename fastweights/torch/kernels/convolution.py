@@ -185,7 +185,8 @@ def backward(dy, dlast, x, weight, before):
     if plan is None:
         plan = Plan(x.device, [dy, dlast, x, weight, before])
         dx = plan.empty(tuple(x.shape), x.dtype)
-        dbefore, dweight = plan_backward(plan, *plan.inputs, dx)
+        up, after, x_in, taps, start = plan.inputs
+        dbefore, dweight = plan_backward(plan, up, after, x_in, taps, start, dx)
         plan.results = dx.place, dweight.place, None if dbefore is None else dbefore.place
         keep(_plans, key, plan)
     tensors = plan.run(dy, dlast, x, weight, before)

@@ -60,7 +60,8 @@ def _run_backward(ups, given, saved, text):
     ups: gradients of y, of the memory and of the last inputs.
     """
     given = Given(*(None if x is None else aligned(x) for x in given))
-    grads = mixer.backward(AttentionConfig.of_text(text), *ups, given, saved)
+    dy, dmemory, dlast = ups
+    grads = mixer.backward(AttentionConfig.of_text(text), dy, dmemory, dlast, given, saved)
     return [given.p.new_empty(0) if g is None else g for g in grads]  # an operator cannot return None
 
 

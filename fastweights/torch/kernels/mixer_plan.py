@@ -173,7 +173,7 @@ def plan_forward(plan, config, whole, save):
     saved.
     """
     x, tables = Given(*plan.inputs[:GIVEN]), Tables(*plan.inputs[GIVEN:])
-    how = _Sizes(config, *x.p.shape[:2], whole)
+    how = _Sizes(config, x.p.shape[0], x.p.shape[1], whole)
     inputs, slots, last = how.prepare(plan, x, tables)
     o, memory, saved = kernels.add_forward(plan, slots, inputs, how.spec, how.whole, save)
     flat = (*x.p.shape[:2], config.heads * config.value_width)
@@ -197,7 +197,8 @@ def plan_backward(plan, config, whole):
     """
     dy, dmemory, dlast, *rest = plan.inputs
     x, tables, saved = Given(*rest[:GIVEN]), Tables(*rest[GIVEN : GIVEN + TABLES]), rest[GIVEN + TABLES :]
-    (B, T, columns), how = x.p.shape, _Sizes(config, *x.p.shape[:2], whole)
+    B, T, columns = x.p.shape
+    how = _Sizes(config, B, T, whole)
     numbers, rows = (T, columns, T * columns), B * -(-T // BT)
     # One array takes the gradients of all sections of the projection, each launch its own columns.
     dp, do = plan.empty(x.p.shape, x.p.dtype), dy._replace(shape=(B, T, config.heads, config.value_width))
@@ -207,7 +208,7 @@ def plan_backward(plan, config, whole):
         o, *saved = saved
         dread = plan.empty(o.shape, o.dtype)
         dnorm = None if x.out_norm is None else plan.empty(x.out_norm.shape, x.out_norm.dtype)
-        parts = None if dnorm is None else plan.empty((rows, config.heads, config.value_width), torch.float32)
+        parts: Any = None if dnorm is None else plan.empty((rows, config.heads, config.value_width), torch.float32)
         plan.launch(
             mixer_tiles.finish_backward, how.grid(config.heads), (o, x.p, x.out_norm, do, dread, dp, parts), numbers,
             finishing, num_warps=4)  # fmt: skip
@@ -220,7 +221,8 @@ def plan_backward(plan, config, whole):
     # With a convolution the gradient of q, k and v stops before it; without, it goes into dp at once.
     dz = plan.empty((B, T, config.channels), x.p.dtype) if config.conv else dp
     weights = (x.decay_log, x.decay_bias) if config.decay == "learned" else (None, None)
-    dlog, dbias = (None if w is None else plan.empty(w.shape, w.dtype) for w in weights)
+    changes: list[Any] = [None if w is None else plan.empty(w.shape, w.dtype) for w in weights]
+    dlog, dbias = changes
     parts = [None if dlog is None else plan.empty((rows, config.heads), torch.float32) for _ in range(2)]
     plan.launch(
         mixer_tiles.prepare_backward, how.grid(how.heads()),

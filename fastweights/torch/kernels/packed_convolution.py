@@ -255,7 +255,8 @@ def backward(
     if plan is None:
         plan = Plan(x.device, [dy, dlast, x, weight, before, place, cu])
         dx = plan.empty(tuple(x.shape), x.dtype)
-        dbefore, dweight = plan_backward(plan, *plan.inputs, dx=dx)
+        up, after, x_in, taps, start, at, offsets = plan.inputs
+        dbefore, dweight = plan_backward(plan, up, after, x_in, taps, start, at, offsets, dx=dx)
         plan.results = [slot.place for slot in (dx, dweight, dbefore) if slot is not None]
         keep(_plans, key, plan)
     tensors = plan.run(dy, dlast, x, weight, before, place, cu)
@@ -341,7 +342,7 @@ def _plain_gradients(dy, dlast, x, weight, before, cu_seqlens):
     given = [x, weight, before]
     with torch.enable_grad():
         leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in given if t is not None]
-        outputs = plain(*leaves, *[None] * (3 - len(leaves)), cu_seqlens)
+        outputs = plain(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None, cu_seqlens)
         asked = [(o, g) for o, g in zip(outputs, (dy, dlast), strict=True) if g is not None]
         grads = torch.autograd.grad([o for o, _ in asked], leaves, [g for _, g in asked], create_graph=True,
                                     allow_unused=True, materialize_grads=True)  # fmt: skip

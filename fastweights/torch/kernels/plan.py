@@ -175,7 +175,7 @@ class Plan:
 
     def _launch(self, tensors):
         """All steps on a GPU."""
-        where = [None if x is None else x.data_ptr() for x in tensors]
+        where: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
         where.append(None)  # launches take what is absent from the end
         if self.shared:
             first = where[self.block]
@@ -185,7 +185,7 @@ class Plan:
 
     def _go(self, tensors, where, stream):
         """All steps. where: what a launch takes for each tensor, its address or, in the interpreter, itself."""
-        for function, slots, out in self.program:
+        for function, slots, out in self.program or ():
             if slots is None:
                 function(where, stream)
             else:

@@ -87,7 +87,7 @@ _plans: dict[tuple, Plan] = {}
 def _run(inputs, after, spec):
     """The outputs of one token; the memory after it goes to `after`, which may be the state itself."""
     given = [None if x is None else aligned(x) for x in inputs[:ARRAYS]]
-    q = given[0]
+    q = inputs.q
     key = (spec, q.device, *[None if x is None else (x.shape, x.dtype) for x in given])
     plan = _plans.get(key)
     if plan is None:
