@@ -247,7 +247,10 @@ def test_generate_adapts_with_and_without_cache(model):
     plain = last()
     attach_strong(model)
     assert not torch.allclose(last(), plain, atol=1e-3)
-    ways = [dict(do_sample=False), dict(do_sample=True), dict(num_beams=3, do_sample=False)]
+    ways = [dict(do_sample=False), dict(do_sample=True)]
+    out = model(tokens, use_cache=True)
+    if hasattr(getattr(out, "past_key_values", None) or out.cache_params, "reorder_cache"):  # Mamba's of 5.0 has none
+        ways.append(dict(num_beams=3, do_sample=False))
     for how in ways:
         found = []
         for use_cache in (True, False):

@@ -163,7 +163,9 @@ def of_text(text):
     """The Spec that an operator was given as text."""
     spec = _specs.get(text)
     if spec is None:
-        spec = _specs[text] = Spec.parse(text)
+        spec = Spec.parse(text)
+        if not torch.compiler.is_compiling():  # a traced backward pass must not change what lies outside of it
+            _specs[text] = spec
     return spec
 
 
