@@ -3,13 +3,14 @@
 Forward, with C = 64 tokens per chunk:
 
     rates       tiles.py      beta and the running sums of log_decay, laid out chunk by chunk
-    inverse     inverse.py    X = (I + L)^{-1} of every chunk (delta rule), all chunks at once
+    inverse     inverse.py    X = (I + L)^{-1} of every chunk (delta rule), and A, what queries read of their own chunk
+                              (where something decays), all chunks at once
     walk        forward.py    the memory from chunk to chunk: errors u, outputs o, and S kept at the start of each span
 
 Backward, the same inverses read again:
 
     reverse     backward.py   the gradient D of the memory from the last chunk to the first, and dy, that of the errors
-    local       backward.py   all other gradients, each chunk by itself, from S before it and D after it; or, where
+    pairs, keys local.py      all other gradients, each chunk by itself, from S before it and D after it; or, where
     past, future  spans.py    there is no decay and S and D are kept for every 16th chunk alone, by walks over spans
 
 features.py and dpfp.py map q and k before and their gradients after; wide_keys.py has both walks for memories that do
@@ -27,7 +28,17 @@ from fastweights.core import ARRAYS, TOKENS, Inputs, Spec, refuses_chunks
 from fastweights.features import parse
 from fastweights.torch import methods
 from fastweights.torch.kernels import backward as backward_kernels
-from fastweights.torch.kernels import blocks, general, general_plan, inverse, sequence_parallel, spans, step, tiles
+from fastweights.torch.kernels import (
+    blocks,
+    general,
+    general_plan,
+    inverse,
+    local,
+    sequence_parallel,
+    spans,
+    step,
+    tiles,
+)
 from fastweights.torch.kernels import features as maps_kernels
 from fastweights.torch.kernels import forward as forward_kernels
 from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
@@ -121,21 +132,23 @@ def layout(inputs: Inputs, spec: Spec) -> int:
 def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtype]]:
     """Shapes and dtypes of what the forward pass keeps for the backward.
 
-    X (rows, H, C, C), the inverses (delta rule); S (spans, H, V, K), the memory before each span, transposed; and,
-    where a span has several rows, u like v, what was written (delta rule). All in the dtype of q.
+    X (rows, H, C, C), the inverses (delta rule); A like X, what queries read of their chunk (with decay); S (spans, H,
+    V, K), the memory before each span, transposed; u like v, what was written (delta rule). All in the dtype of q.
     """
     (B, T, H, _), V, K = inputs.q.shape, inputs.v.shape[-1], feature_width(inputs, spec)
     if general.takes(inputs):
         return general.shapes(inputs, spec, K, bound(B, T, tiles.C, inputs.cu_seqlens))
     every = rows_per_span(inputs, spec)
     rows, kept = (bound(B, T, tiles.C * size, inputs.cu_seqlens) for size in (1, every))
-    X = [(rows, H, tiles.C, tiles.C)] if spec.delta else []
-    u = [tuple(inputs.v.shape)] if spec.delta and every > 1 else []
-    return [(shape, inputs.q.dtype) for shape in (*X, (kept, H, V, K), *u)]
+    square, dtype = (rows, H, tiles.C, tiles.C), inputs.q.dtype
+    X = [square] if spec.delta else []
+    A = [square] if inputs.log_decay is not None and blocks.ON_CHIP[dtype] >= K else []
+    u = [tuple(inputs.v.shape)] if blocks.saves_errors(K, dtype, inputs.beta, spec) else []
+    return [(shape, dtype) for shape in (*X, *A, (kept, H, V, K), *u)]
 
 
 def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(o, state, saved): X, the inverses; S, the memory before each span; u, what was written. See `saves`."""
+    """(o, state, saved): what is saved for the backward pass is as `saves` says."""
     tables, whole = pack(inputs, spec)
     given, save = [*ready(inputs, spec), *tables], layout > 0
     key = _key(("forward", save), spec, whole, given)
@@ -199,14 +212,14 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
         saved = [_shaped(plan, slot, shape) for slot, (shape, _) in zip(saved, shapes, strict=True)]
         return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
-    X = inverse.inverse(plan, x.k, beta, log_g, where, precision) if spec.delta else None
-    walk, B = (x.q, x.k, x.v, beta, log_g, X), inputs.q.shape[0]
+    X, A = inverse.inverse(plan, x.q, x.k, beta, log_g, where, spec, precision)
+    walk, B = (x.q, x.k, x.v, beta, log_g, X, A), inputs.q.shape[0]
     start = x.state
     # Long sequences of few heads: sections walk side by side once the memory before each is known.
     if n > 1:
         start = sequence_parallel.before_each(plan, B, *walk, start, where, spec, precision)
     o, state, S, u = forward_kernels.walk(plan, *walk, start, where, spec, precision, width=x.v.shape[-1], save=save)
-    saved = [slot for slot in (X, S, _shaped(plan, u, inputs.v.shape)) if slot is not None] if save else []
+    saved = [slot for slot in (X, A, S, _shaped(plan, u, inputs.v.shape)) if slot is not None] if save else []
     return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
 
 
@@ -271,21 +284,24 @@ def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: lis
 
 def _backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
     """`general_plan.add_backward` for one decay per head, or none, and no erase key."""
-    X, S, u = (*saved, None)[:3] if spec.delta else (None, *saved, None)
-    B = inputs.q.shape[0]
+    B, saved = inputs.q.shape[0], iter(saved)
     beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
+    X = next(saved) if spec.delta else None
+    A = next(saved) if log_g is not None and not blocks.wide(x.k) else None
+    S, u = next(saved), sequence_parallel.cut(n, next(saved, None))
+    if not spec.delta and x.beta is None:
+        u = x.v  # what is written are the values themselves
+    walk, rated = (x.q, x.k, beta, log_g, X, A, do), u is not None
     if n > 1:
-        arrays = (x.q, x.k, beta, log_g, X, do, end)
-        end = sequence_parallel.after_each(plan, B, *arrays, where, spec, precision)
-    dy, dstate, D = backward_kernels.reverse(plan, x.q, x.k, beta, log_g, X, do, end, where, spec, precision, save=True)
+        end = sequence_parallel.after_each(plan, B, *walk, end, where, spec, precision)
+    dy, dstate, D = backward_kernels.reverse(plan, *walk, end, where, spec, precision, save=True, rated=rated)
     # S and D are known at the ends of spans, or at both ends of every row.
     if where.every > 1:
-        u = u if spec.delta else x.v
         dq, dk, dbeta = spans.past(plan, x.k, x.beta, S, do, u, dy, where, spec, precision)
         dk = spans.future(plan, x.q, x.k, D, do, u, dy, dk, where, spec, precision)
         grads = [dq, dk, dy, dbeta, None]
     else:
-        grads = list(backward_kernels.local(plan, x, beta, log_g, X, S, D, do, dy, where, spec, precision))
+        grads = list(local.local(plan, x, beta, log_g, X, A, S, D, do, dy, u, where, spec, precision))
     return [*grads, None], dstate  # none of the erase key
 
 

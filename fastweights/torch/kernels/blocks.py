@@ -15,9 +15,11 @@ REVERSE = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, F
 # (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
-# (warps, stages). Local gradients: by the width of a block of values. Inverses: of a block of keys.
-LOCAL = {64: (4, 1), 128: (4, 1)}
-LOCAL_KEYS = 64
+# Gradients within rows, by whether numbers are float32: (keys, warps, stages) of `_pairs` and, by the width of keys, of
+# `_keys`, whose tiles have as many rows as there are keys: 64 for every four warps.
+PAIRS = {False: (128, 4, 1), True: (64, 4, 1)}
+KEYS = {(False, 64): (64, 4, 1), (False, 128): (128, 8, 1), (True, 64): (64, 4, 1), (True, 128): (64, 4, 1)}
+# (warps, stages), by the width of a block of keys.
 INVERSE = {64: (4, 1), 128: (4, 1)}
 # The same for general memories, whose chunks are larger.
 GENERAL_WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 2)}
@@ -44,6 +46,13 @@ def every(K, V, dtype, inputs, spec):
     by_row = inputs.log_decay is not None or inputs.erase is not None or ON_CHIP[dtype] < K or V > 128
     by_row |= inputs.beta is not None and (not spec.delta or dtype == torch.float16)
     return 1 if by_row else SPAN
+
+
+def saves_errors(K, dtype, beta, spec):
+    """Whether the walk saves the errors u. The backward pass computes them again where keys are wide, and for float16
+    with rates, by which it could not divide.
+    """
+    return spec.delta and ON_CHIP[dtype] >= K and not (beta is not None and dtype == torch.float16)
 
 
 def block(width):
@@ -84,9 +93,10 @@ def uses_tma(layout, q, BK, V, BV):
 
 
 def local(q, V):
-    """(BV, warps, stages) of the gradients within a row."""
-    BV = 64 if V <= 64 or q.dtype == torch.float32 else 128
-    return BV, *((4, 1) if q.dtype == torch.float32 else LOCAL[BV])
+    """(BV, then (BK, warps, stages) of `_pairs` and of `_keys`) of the gradients within a row."""
+    exact = q.dtype == torch.float32
+    BV = 64 if V <= 64 or exact else 128
+    return BV, PAIRS[exact], KEYS[exact, min(128, block(q.shape[-1]))]
 
 
 def inverse(k):

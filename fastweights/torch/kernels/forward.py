@@ -26,7 +26,7 @@ from fastweights.torch.kernels.tiles import (
 
 
 @triton.jit
-def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, of_row, T, per, tokens,
+def _forward(q, k, v, beta, log_g, X, A, S0, o, S1, S_saved, u_saved, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -42,11 +42,12 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
         S <- g_end S + (u g_end / g) k
 
     with g, r and g_end the decay to a token, to what it reads, and of the whole chunk. It writes o, S before each span
-    of SAVE chunks (S_saved), u where a span has several (u_saved), and S1 after the last chunk. Without VALUES u comes
+    of SAVE chunks (S_saved), u where it is wanted (u_saved), and S1 after the last chunk. Without VALUES u comes
     from the memory alone, which is how a section's transition is made.
 
         q, k, v     (tokens, H, K), (tokens, H, K), (tokens, H, V)
         beta, log_g (rows, H, C), X (rows, H, C, C): rates and inverses of the chunks
+        A           (rows, H, C, C): what queries read of each error, with decay; None: computed here, without
         S0, S1      (sequences, H, K, V): the state before the first token (or None) and, written, after the last
         o, u_saved  (tokens, H, V), written: outputs, and errors where the backward pass will not compute them again
         S_saved     (spans, H, V, K), written: the memory before each span
@@ -69,7 +70,9 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
         v = describe(v, tokens, H * V, C, BV, TMA)
     if OUT:
         q, o = describe(q, tokens, H * K, C, BK, TMA), describe(o, tokens, H * V, C, BV, TMA)
-    if DELTA and SAVE > 1:
+    if A is not None:
+        A = describe(A, tokens * H, C, C, C, TMA)
+    if u_saved is not None:
         u_saved = describe(u_saved, tokens, H * V, C, BV, TMA)
     if DELTA:
         X = describe(X, tokens * H, C, C, C, TMA)
@@ -98,7 +101,7 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
             if BETA:
                 y *= tl.load(beta + at * C + i)[None, :]
             u = solve(y.to(dtype), tl.trans(X_i), PRECISION).to(dtype)
-            if SAVE > 1:
+            if u_saved is not None:
                 store_tile(u_saved, tl.trans(u), token, head, column, left, H, V, C, BV, TMA)
         elif BETA:
             u = (u * tl.load(beta + at * C + i)[None, :]).to(dtype)
@@ -106,13 +109,16 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
             # Queries read the memory before the chunk, and the errors of the chunk that they may see.
             q_i = load_tile(q, token, head, 0, left, H, K, C, BK, TMA)  # [C, BK]
             seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
-            A = product(k_i, tl.trans(q_i), None, PRECISION)  # [C, C], a column for each query
+            if A is None:
+                A_i = product(k_i, tl.trans(q_i), None, PRECISION)  # [C, C], a column for each query
+                A_i = tl.where(seen, A_i, 0.0).to(dtype)
+            else:
+                A_i = tl.trans(load_block(A, at, 0, 0, C, C, C, C, TMA))
             o_i = product(S_low, tl.trans(q_i), None, PRECISION)  # [BV, C]
             if DECAY:
                 log_r = read_decay(log_g + at * C, i, BEFORE)
-                A *= decay(tl.where(seen, log_r[None, :] - log_g_i[:, None], 0.0))
                 o_i *= decay(log_r)[None, :]
-            o_i = product(u, tl.where(seen, A, 0.0).to(dtype), o_i, PRECISION)
+            o_i = product(u, A_i, o_i, PRECISION)
             store_tile(o, tl.trans(o_i), token, head, column, left, H, V, C, BV, TMA)
         if DECAY:
             # The memory decays over the whole chunk, and each error from its token to the chunk's end.
@@ -122,24 +128,23 @@ def _forward(q, k, v, beta, log_g, X, S0, o, S1, S_saved, u_saved, of_sequence, 
     tl.store(S1 + (n * H + head) * K * V + at_S, S, mask=in_S)
 
 
-def walk(plan, q, k, v, beta, log_g, X, state, layout, spec, precision, *, width, out=True, save=False):
+def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, width, out=True, save=False):
     """Plan the forward walk: slots of o, of the state after the last token, of S before each span and of u.
 
     Args:
         plan: to add the launch to.
-        q, k, v, beta, log_g, X: slots; rates and inverses laid out by chunks. No v: no values are written.
+        q, k, v, beta, log_g, X, A: slots; rates, inverses and what queries read, by chunks. No v: no values are written.
         state: slot of the memory before the first token; zero when None.
         layout, spec, precision: where tokens are, what is computed, and how products are made.
         width: of the values.
         out: whether o is wanted.
-        save: whether S, transposed, and u are. u is saved where a span has several rows; gradients that go row by row
-            compute it again.
+        save: whether S, transposed, and u are (`blocks.saves_errors`).
     """
     H, K, V, delta = k.shape[2], k.shape[3], width, spec.delta
     o = plan.empty((*k.shape[:3], V), k.dtype) if out else None
     save = layout.every if save else 0
     S = plan.empty((layout.span_room, H, V, K), k.dtype) if save else None
-    u = plan.empty((*k.shape[:3], V), k.dtype) if delta and save > 1 else None
+    u = plan.empty((*k.shape[:3], V), k.dtype) if save and blocks.saves_errors(K, k.dtype, beta, spec) else None
     # Memories that fit registers are walked there; wider ones in the cache.
     BK = blocks.wide(k)
     shape = (layout.sequences, H, K, V)
@@ -155,6 +160,6 @@ def walk(plan, q, k, v, beta, log_g, X, state, layout, spec, precision, *, width
     else:
         TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK)
         layout.launch(
-            plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, log_g, X, state, o, after, S, u),
+            plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, log_g, X, A, state, o, after, S, u),
             (H, K, V, C, BK, BV, *switches, stages, TMA), num_warps=warps)  # fmt: skip
     return o, after, S, u

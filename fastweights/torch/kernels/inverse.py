@@ -1,4 +1,5 @@
-"""(I + L)^{-1} of every chunk, L_ij = b_i (g_i / g_j) (k_i . k_j) below the diagonal, written once to memory.
+"""(I + L)^{-1} of every chunk, L_ij = b_i (g_i / g_j) (k_i . k_j) below the diagonal, written once to memory; and,
+where something decays, what queries read of their own chunk.
 
 Blocks of 16 rows are inverted by doubling, [P 0; N Q]^{-1} = [P^-1 0; -Q^-1 N P^-1 Q^-1], which never forms anything
 larger than the inverse itself. With D the four inverses on the diagonal, N the rest of L and M = D N, M^4 = 0 and
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks
-from fastweights.torch.kernels.tiles import C, decay, find_row, load_tile, product
+from fastweights.torch.kernels.tiles import C, decay, find_row, load_tile, product, read_decay
 
 
 @triton.jit
@@ -41,18 +42,19 @@ def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
+def _inverse(q, k, beta, log_g, X, A, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-             BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+             BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
              PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
-    """X = (I + L)^{-1} of one chunk and head. One program: one row (chunk) and head.
+    """X = (I + L)^{-1} of one chunk and head, and A. One program: one row (chunk) and head.
 
     It reads the keys, BK features at a time, for L = k k^T, scales row i by beta_i and each pair by the decay between
     the two tokens, keeps what is below the diagonal, inverts it on the chip, and writes X [C, C] once. No chunk waits
-    for another, so this fills the GPU before the walk, which cannot.
+    for another, so this fills the GPU before the walk, which cannot. A = q k^T, what queries read of each error, is
+    made here where it has decays to be multiplied by: the walks would do it anew for every block of values.
 
-        k           (tokens, H, K);  beta, log_g (rows, H, C) or None
-        X           (rows, H, C, C), written, in the dtype of k
+        q, k        (tokens, H, K);  beta, log_g (rows, H, C) or None
+        X, A        (rows, H, C, C), written, in the dtype of k; X None for the sum rule, A where nothing decays
         SOLVE       the precision of products inside the inverse
     """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
@@ -61,31 +63,46 @@ def _inverse(k, beta, log_g, X, of_sequence, of_row, T, per, tokens,
     i = tl.arange(0, C)
     # L = k k^T, scaled: what each key reads of each earlier write of its chunk.
     L = tl.zeros([C, C], tl.float32)
+    A_i = tl.zeros([C, C], tl.float32)
     for first in range(0, K, BK):
         k_i = load_tile(k, token, head, first, left, H, K, C, BK, False)
-        L = product(k_i, tl.trans(k_i), L, PRECISION)
+        if X is not None:
+            L = product(k_i, tl.trans(k_i), L, PRECISION)
+        if A is not None:
+            A_i = product(load_tile(q, token, head, first, left, H, K, C, BK, False), tl.trans(k_i), A_i, PRECISION)
     below = i[:, None] > i[None, :]
+    to = at * C * C + i[:, None] * C + i[None, :]
     if DECAY:
         g = tl.load(log_g + at * C + i)
-        L *= decay(tl.where(below, g[:, None] - g[None, :], 0.0))
-    if BETA:
-        L *= tl.load(beta + at * C + i)[:, None]
-    X_i = _invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
-    tl.store(X + at * C * C + i[:, None] * C + i[None, :], X_i.to(X.dtype.element_ty))
+    if A is not None:
+        seen = below if BEFORE else i[:, None] >= i[None, :]
+        r = read_decay(log_g + at * C, i, BEFORE)
+        A_i *= decay(tl.where(seen, r[:, None] - g[None, :], 0.0))
+        tl.store(A + to, tl.where(seen, A_i, 0.0).to(A.dtype.element_ty))
+    if X is not None:
+        if DECAY:
+            L *= decay(tl.where(below, g[:, None] - g[None, :], 0.0))
+        if BETA:
+            L *= tl.load(beta + at * C + i)[:, None]
+        X_i = _invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
+        tl.store(X + to, X_i.to(X.dtype.element_ty))
 
 
-def inverse(plan, k, beta, log_g, layout, precision):
-    """Plan the inverses: a slot for X (rows, H, C, C) in the dtype of k.
+def inverse(plan, q, k, beta, log_g, layout, spec, precision):
+    """Plan the inverses: slots of X and of A, (rows, H, C, C) each, in the dtype of k.
 
-    Products in the inverse are finer than elsewhere: its error meets every later chunk.
+    X is None for the sum rule, A where nothing decays and where keys are too wide for the walks that take it. Products
+    in the inverse are finer than elsewhere: its error meets every later chunk.
     """
     H, K = k.shape[2:]
-    X = plan.empty((layout.room, H, C, C), k.dtype)
-    if layout.rows:
+    room = (layout.room, H, C, C)
+    X = plan.empty(room, k.dtype) if spec.delta else None
+    A = plan.empty(room, k.dtype) if log_g is not None and not blocks.wide(k) else None
+    if layout.rows and (X is not None or A is not None):
         BK, warps, stages = blocks.inverse(k)
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
         layout.launch(
-            plan, _inverse, (layout.rows * H,), (k, beta, log_g, X),
-            (H, K, C, BK, beta is not None, log_g is not None, layout.of_row is not None, precision, solve),
-            num_warps=warps, num_stages=stages)  # fmt: skip
-    return X
+            plan, _inverse, (layout.rows * H,), (q if A is not None else None, k, beta, log_g, X, A),
+            (H, K, C, BK, spec.before, beta is not None, log_g is not None, layout.of_row is not None, precision,
+             solve), num_warps=warps, num_stages=stages)  # fmt: skip
+    return X, A
