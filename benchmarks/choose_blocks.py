@@ -1,8 +1,8 @@
 """Measure the tables of `fastweights/torch/kernels/blocks.py` on this GPU: `python -m benchmarks.choose_blocks`.
 
 Every kernel is timed alone, in bfloat16 with the delta rule, for each pair of warps and stages; the fastest one that
-agrees with the table as it stands is printed, to be copied there by hand. LOCAL includes a copy of dy, its output, and
-FUTURE clears its own.
+agrees with the table as it stands is printed, to be copied there by hand. KEYS is both kernels of local.py; FUTURE
+clears its own output.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import torch
 from triton.testing import do_bench
 
 from fastweights.core import Inputs, Spec
-from fastweights.torch.kernels import backward, blocks, forward, inverse, spans, tiles
+from fastweights.torch.kernels import backward, blocks, forward, inverse, local, spans, tiles
 from fastweights.torch.kernels.plan import Plan
 
 SHAPES = {  # (width of keys and values, more programs than multiprocessors): B, T, H
@@ -47,40 +47,41 @@ def stages(width, B, T, H):
     beta, state = draw(B, T, H).sigmoid().bfloat16(), draw(B, H, width, width)
     layout, by_row = (tiles.Layout.plain(B, T, every) for every in (blocks.SPAN, 1))
     (rates,) = planned(lambda p, beta, k: tiles.rates(p, beta, None, layout, k)[0], beta, k)()
-    (X,) = planned(lambda p, k, b: inverse.inverse(p, k, b, None, layout, "tf32"), k, rates)()
+    invert = lambda p, k, b: inverse.inverse(p, None, k, b, None, layout, DELTA, "tf32")  # noqa: E731
+    X, _ = planned(invert, k, rates)()
 
     def walk(save, way=layout):
         run = lambda p, q, k, v, b, X, S: forward.walk(  # noqa: E731
-            p, q, k, v, b, None, X, S, way, DELTA, "tf32", width=width, save=save
+            p, q, k, v, b, None, X, None, S, way, DELTA, "tf32", width=width, save=save
         )
         return planned(run, q, k, v, rates, X, state)
 
     def back(way=layout):
-        run = lambda p, q, k, b, X, do, S: backward.reverse(p, q, k, b, None, X, do, S, way, DELTA, "tf32", save=True)  # noqa: E731
+        run = lambda p, q, k, b, X, do, S: backward.reverse(  # noqa: E731
+            p, q, k, b, None, X, None, do, S, way, DELTA, "tf32", save=True
+        )
         return planned(run, q, k, rates, X, do, state)
 
-    def local():
-        run = lambda p, q, k, v, beta, b, X, S, D, do, dy: backward.local(  # noqa: E731
-            p, Inputs(q, k, v, beta), b, None, X, S, D, do, dy, by_row, DELTA, "tf32"
+    def rows():
+        run = lambda p, q, k, v, beta, b, S, D, do, dv, u: local.local(  # noqa: E731
+            p, Inputs(q, k, v, beta), b, None, None, None, S, D, do, dv, u, by_row, DELTA, "tf32"
         )
-        tensors = (q, k, v, beta, rates, X, S_rows, D_rows, do)
-        return lambda: planned(run, *tensors, dy.clone())()
+        return planned(run, q, k, v, beta, rates, S_rows, D_rows, do, dv, u)
 
     (*_, S, u), (*_, S_rows, _) = walk(True)(), walk(True, by_row)()
-    (dv, _, D), (dy, _, D_rows) = back()(), back(by_row)()
+    (dv, _, D), (_, _, D_rows) = back()(), back(by_row)()
     dk = torch.zeros_like(k)
     past = lambda p, *x: spans.past(p, *x, layout, DELTA, "tf32")  # noqa: E731
     future = lambda p, *x: spans.future(p, *x, layout, DELTA, "tf32")  # noqa: E731
     return {
-        "INVERSE": (blocks.INVERSE, lambda: planned(
-            lambda p, k, b: inverse.inverse(p, k, b, None, layout, "tf32"), k, rates)),
+        "INVERSE": (blocks.INVERSE, lambda: planned(invert, k, rates)),
         "WALK": (blocks.WALK, lambda: walk(False)),
         "WALK, saving": (blocks.WALK, lambda: walk(True)),
         "REVERSE": (blocks.REVERSE, back),
         "PAST": (blocks.PAST, lambda: planned(past, k, beta, S, do, u, dv)),
         "FUTURE": (blocks.FUTURE, lambda: planned(future, q, k, D, do, u, dv, dk.zero_())),
-        "LOCAL": (blocks.LOCAL, local),
-    }  # fmt: skip
+        "KEYS": (blocks.KEYS, rows),
+    }
 
 
 def first(result):
@@ -90,7 +91,8 @@ def first(result):
 def main():
     for (width, many), shape in SHAPES.items():
         for name, (table, make) in stages(width, *shape).items():
-            key = width if width in table else (width, many)  # True also stands for the delta rule, of spans
+            # True also stands for the delta rule, of spans; False for numbers that are not float32, of KEYS
+            key = next(key for key in (width, (False, width), (width, many)) if key in table)
             if not many and not any(table is x for x in (blocks.WALK, blocks.REVERSE)):  # rows, spans: measured once
                 continue
             kept, want, times = table[key], first(make()()), {}

@@ -133,7 +133,7 @@ def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, wi
 
     Args:
         plan: to add the launch to.
-        q, k, v, beta, log_g, X, A: slots; rates, inverses and what queries read, by chunks. No v: no values are written.
+        q, k, v, beta, log_g, X, A: slots; rates, inverses and what queries read, by chunks. No v: nothing is written.
         state: slot of the memory before the first token; zero when None.
         layout, spec, precision: where tokens are, what is computed, and how products are made.
         width: of the values.
