@@ -25,8 +25,12 @@ INVERSE = {64: (4, 1), 128: (4, 1)}
 GENERAL_WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 2)}
 # Their other kernels, by whether numbers are float32: (keys, warps, stages) and (keys, values, warps, stages).
 GENERAL_PREPARE = {False: (64, 4, 1), True: (64, 4, 1)}
-GENERAL_GRADIENTS = {False: (32, 128, 4, 1), True: (32, 64, 4, 1)}
+GENERAL_GRADIENTS = {False: (64, 64, 4, 1), True: (64, 64, 4, 1)}
 
+# No operand of a product on Hopper's tensor cores may have rows shorter than 128 bytes: of those of 64, the ptxas of
+# CUDA 12.8, which comes with Triton 3.6, computes addresses from registers that nothing has written
+# (docs/results/kernels-on-a-gpu.md).
+NARROWEST = 64  # 16-bit numbers
 SPAN = 16  # rows
 ON_CHIP = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}  # widest keys whose memory fits registers
 
@@ -56,8 +60,8 @@ def saves_errors(K, dtype, beta, spec):
 
 
 def block(width):
-    """The smallest power of two that holds keys of `width`, at least 64: narrower ones read out of bounds on Hopper."""
-    return max(64, 1 << (width - 1).bit_length())
+    """The smallest power of two that holds keys of `width`, at least 64: see `NARROWEST`."""
+    return max(NARROWEST, 1 << (width - 1).bit_length())
 
 
 def walks(layout, k, V, table):

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels import blocks
+from fastweights.torch.kernels import blocks, halfway
 from fastweights.torch.kernels.inverse import _invert
 from fastweights.torch.kernels.pairs import (
     add_up,
@@ -22,6 +22,7 @@ from fastweights.torch.kernels.pairs import (
     factors,
     load_channels,
     load_heads,
+    load_keys,
     meet,
     signs,
 )
@@ -34,14 +35,35 @@ from fastweights.torch.kernels.tiles import (
     store_tile,
 )
 
-# Off: on an H200 comparisons were right but for read="before" with a decay per channel and 128 keys, where a kernel
-# reads outside of its memory; why is not known (docs/results/kernels-on-a-gpu.md).
-ON_GPU = False
 LIMIT = {torch.bfloat16: 40.0, torch.float16: 40.0, torch.float32: 4.0}  # of pairs.py: what keeps the digits of a dtype
 
 
 @triton.jit
-def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequence, of_row, T, per, tokens,
+def _by_cuts(q, k, erase, beta, log_a, often, sign, Q, E, W, A, M, token, head, first, left, low: tl.constexpr,
+             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+             BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    """A and M [C, C] with what BK channels add to them, of a chunk that is cut in two; Q, E and W are written."""
+    q_i = load_tile(q, token, head, first, left, H, K, C, BK)
+    e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, DELTA)
+    store_tile(Q, q_i * tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS)), token, head, first, left, H, K, C, BK)
+    if DELTA:
+        store_tile(E, e_i * tl.exp(add_up(sign, 0, log_a, C, SUMS)), token, head, first, left, H, K, C, BK)
+    store_tile(W, w_i * tl.exp(add_up(sign, 2, log_a, C, SUMS)), token, head, first, left, H, K, C, BK)
+    for step in range(0, often + 1):
+        to_reader, to_boundary = factors(sign, log_a, step, C, True, LIMIT, SUMS)
+        written = tl.trans((w_i * to_boundary).to(low))
+        if DELTA:
+            P = product((e_i * to_reader).to(low), written, None, PRECISION)
+            M += tl.where(meet(step, step == often, C), P, 0.0)
+        if BEFORE:
+            to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
+        P = product((q_i * to_reader).to(low), written, None, PRECISION)
+        A += tl.where(meet(step, step == often, C), P, 0.0)
+    return A, M
+
+
+@triton.jit
+def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, hard, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
              BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
              PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
@@ -55,10 +77,14 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
         sign        matrices of `pairs.signs`, by which decays per channel are summed
         Q, E, W     (tokens, H, K), written; E only with DELTA
         A, X        (rows, H, C, C), written; g_end (rows, H, K), written where something decays
+        hard        (rows, H) or None: chunks where it is 0 are done already (halfway.py)
         BEFORE      queries read before their token writes, so they do not see its own error
         DECAY       0 none, 1 one per head, 2 one per channel, whose pairs meet at boundaries (pairs.py)
     """
     at = tl.program_id(0).to(tl.int64)  # one program: one row and head
+    if hard is not None:  # noqa: SIM102 - Triton would load from nothing
+        if tl.load(hard + at) == 0:
+            return
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     dtype = k.dtype.element_ty
@@ -72,47 +98,25 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_sequen
     if DECAY == 1:
         log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, dtype)
     for first in range(0, K, BK):
-        q_i = load_tile(q, token, head, first, left, H, K, C, BK)
-        w_i = load_tile(k, token, head, first, left, H, K, C, BK)
-        e_i = w_i
-        if DELTA and erase is not None:
-            e_i = load_tile(erase, token, head, first, left, H, K, C, BK)
-        if beta is not None:
-            b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
-            w_i = w_i * b[:, None]
-        if DECAY:
-            if DECAY == 1:
-                to_key, to_query = decay(log_g)[:, None], decay(log_r)[:, None]
-                to_end = decay(log_end - log_g)[:, None]
-                g = decay(log_end) + tl.zeros([BK], tl.float32)
-            else:
-                log_a = load_channels(log_decay, token, head, first, left, H, K, C, BK, sign.dtype.element_ty)
-                to_key = tl.exp(add_up(sign, 0, log_a, C, SUMS))
-                to_query = tl.exp(add_up(sign, 1, log_a, C, SUMS)) if BEFORE else to_key
-                to_end = tl.exp(add_up(sign, 2, log_a, C, SUMS))
-                often, log_end = cuts(log_a, C, BK, LIMIT)
-                g = tl.exp(log_end)
-            # The factors that the walks take: with decay from the chunk's start, or to its end.
-            store_tile(Q, q_i * to_query, token, head, first, left, H, K, C, BK)
-            if DELTA:
-                store_tile(E, e_i * to_key, token, head, first, left, H, K, C, BK)
-            store_tile(W, w_i * to_end, token, head, first, left, H, K, C, BK)
-            channel = first + tl.arange(0, BK)
-            tl.store(g_end + at * K + channel, g, mask=channel < K)
-        elif beta is not None:
-            store_tile(W, w_i, token, head, first, left, H, K, C, BK)
         if DECAY == 2:
-            for step in range(0, often + 1):
-                to_reader, to_boundary = factors(sign, log_a, step, C, True, LIMIT, SUMS)
-                written = tl.trans((w_i * to_boundary).to(low))
-                if DELTA:
-                    P = product((e_i * to_reader).to(low), written, None, PRECISION)
-                    M_i += tl.where(meet(step, step == often, C), P, 0.0)
-                if BEFORE:
-                    to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
-                P = product((q_i * to_reader).to(low), written, None, PRECISION)
-                A_i += tl.where(meet(step, step == often, C), P, 0.0)
+            log_a = load_channels(log_decay, token, head, first, left, H, K, C, BK, sign.dtype.element_ty)
+            often, end = cuts(log_a, C, BK, LIMIT)
+            channel = first + tl.arange(0, BK)
+            tl.store(g_end + at * K + channel, tl.exp(end), mask=channel < K)
+            A_i, M_i = _by_cuts(q, k, erase, beta, log_a, often, sign, Q, E, W, A_i, M_i, token, head, first, left, low,
+                                H, K, C, BK, DELTA, BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
         else:
+            q_i = load_tile(q, token, head, first, left, H, K, C, BK)
+            e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, DELTA)
+            if DECAY:  # the factors that the walks take: with decay from the chunk's start, or to its end
+                store_tile(Q, q_i * decay(log_r)[:, None], token, head, first, left, H, K, C, BK)
+                if DELTA:
+                    store_tile(E, e_i * decay(log_g)[:, None], token, head, first, left, H, K, C, BK)
+                store_tile(W, w_i * decay(log_end - log_g)[:, None], token, head, first, left, H, K, C, BK)
+                channel = first + tl.arange(0, BK)
+                tl.store(g_end + at * K + channel, decay(log_end) + tl.zeros([BK], tl.float32), mask=channel < K)
+            elif beta is not None:
+                store_tile(W, w_i, token, head, first, left, H, K, C, BK)
             w_i = tl.trans(w_i.to(dtype))
             A_i = product(q_i, w_i, A_i, PRECISION)
             if DELTA:
@@ -146,6 +150,11 @@ def kind_of_decay(x):
     return 0 if x.log_decay is None else 2 if x.by_channel else 1
 
 
+def meets_halfway(x):
+    """Whether chunks are first tried without cutting them in two (halfway.py)."""
+    return x.by_channel and x.k.dtype != torch.float32
+
+
 def sums(plan, x):
     """A slot of `pairs.signs` in the dtype that log_decay is summed in."""
     if not x.by_channel:
@@ -170,15 +179,14 @@ def refuses(x, K):
     given, widest = "log_decay per channel" if x.by_channel else "erase", blocks.ON_CHIP[x.q.dtype]
     if widest < K:
         return f'takes keys of at most {widest} features in {x.q.dtype} with {given}, got {K}; use method="chunked"'
-    if x.q.is_cuda and not ON_GPU:
-        return f'has no {given} on a GPU yet, but for one token without gradients; use method="chunked"'
     return None
 
 
 def kept(inputs, spec):
     """Which slots of `prepare` are tensors of their own, kept for the backward pass, by their index there."""
     written = inputs.log_decay is not None
-    own = (written, written and spec.delta, written or inputs.beta is not None, True, spec.delta, written)
+    own = (written, written and spec.delta, written or inputs.beta is not None, True, spec.delta, written,
+           meets_halfway(inputs))  # fmt: skip
     return [n for n, is_own in enumerate(own) if is_own]
 
 
@@ -186,13 +194,13 @@ def shapes(inputs, spec, K, rows):
     """(shape, dtype) of what `kept` names, of S and, for the delta rule, of e: what a forward pass saves."""
     (B, T, H, _), V, dtype = inputs.q.shape, inputs.v.shape[-1], inputs.q.dtype
     keys, square = ((B, T, H, K), dtype), ((rows, H, C, C), dtype)
-    prepared = keys, keys, keys, square, square, ((rows, H, K), torch.float32)
+    prepared = keys, keys, keys, square, square, ((rows, H, K), torch.float32), ((rows, H), torch.int32)
     walked = [((rows, H, V, K), dtype), (tuple(inputs.v.shape), dtype)]
     return [*(prepared[n] for n in kept(inputs, spec)), *walked[: 2 if spec.delta else 1]]
 
 
 def prepare(plan, x, layout, spec, precision):
-    """Slots of Q, E, W, A, X (None for the sum rule) and g_end (None without decay) of the inputs x."""
+    """Slots of Q, E, W, A, X (None for the sum rule), g_end and hard (None without decay) of the inputs x."""
     q, k = x.q, x.k
     H, K = k.shape[2:]
     kind = kind_of_decay(x)
@@ -202,13 +210,18 @@ def prepare(plan, x, layout, spec, precision):
     A = plan.empty((layout.room, H, C, C), k.dtype)
     X = plan.empty((layout.room, H, C, C), k.dtype) if spec.delta else None
     g_end = plan.empty((layout.room, H, K), torch.float32) if kind else None
+    hard = plan.empty((layout.room, H), torch.int32) if meets_halfway(x) else None
     if layout.rows * H:
         products, sums_of_logs, solve = precisions(k, precision)
-        given = (q, k, x.erase, x.beta, x.log_decay, sums(plan, x))
         BK, warps, stages = blocks.general_prepare(k)
+        packed, options = layout.of_row is not None, dict(num_warps=warps, num_stages=stages)
+        given, written = (q, k, x.erase, x.beta, x.log_decay), (Q, E, W, A, X, g_end, hard)
+        if hard is not None:
+            layout.launch(
+                plan, halfway.prepare, (layout.rows * H,), (*given, *written),
+                (H, K, C, BK, spec.delta, spec.before, packed, LIMIT[k.dtype], products, solve), **options)  # fmt: skip
         layout.launch(
-            plan, _prepare, (layout.rows * H,), (*given, Q, E, W, A, X, g_end),
-            (H, K, C, BK, spec.delta, spec.before, kind, layout.of_row is not None, LIMIT[k.dtype], products,
-             sums_of_logs,
-             solve), num_warps=warps, num_stages=stages)  # fmt: skip
-    return Q, E, W, A, X, g_end
+            plan, _prepare, (layout.rows * H,), (*given, sums(plan, x), *written),
+            (H, K, C, BK, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs, solve),
+            **options)  # fmt: skip
+    return Q, E, W, A, X, g_end, hard

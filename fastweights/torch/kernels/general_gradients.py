@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels import blocks
+from fastweights.torch.kernels import blocks, halfway
 from fastweights.torch.kernels.general import LIMIT, kind_of_decay, precisions, sums
 from fastweights.torch.kernels.pairs import (
     add_up,
@@ -19,7 +19,9 @@ from fastweights.torch.kernels.pairs import (
     factors,
     load_channels,
     load_heads,
+    load_keys,
     meet,
+    short,
 )
 from fastweights.torch.kernels.tiles import (
     C,
@@ -28,7 +30,6 @@ from fastweights.torch.kernels.tiles import (
     load_block,
     load_tile,
     product,
-    round_to_tf32,
     store_tile,
 )
 
@@ -68,19 +69,6 @@ def _readings(do, e, dv, log_decay, dA, dM, of_sequence, of_row, T, per, tokens,
 
 
 @triton.jit
-def _short(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """x as a product takes it.
-
-    The gradient of decay takes from what tokens read what they write, and the two must cancel for the tokens after it.
-    They do to the last digits if both come from the same rounded numbers, and not from q and k.
-    """
-    if dtype == tl.float32 and PRECISION == "tf32":
-        return round_to_tf32(x.to(tl.float32))
-    else:
-        return x.to(dtype)
-
-
-@triton.jit
 def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """x M [C, BK] for values x (tokens, H, V) and BK columns of matrices M (V, K).
@@ -110,7 +98,7 @@ def _of_pairs(x, w, log_a, sign, dP, at, gx, gw, total, often, C: tl.constexpr, 
         to_reader, to_boundary = factors(sign, log_a, step, C, True, LIMIT, SUMS)
         if not OWN:
             to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
-        reader, written = _short(x * to_reader, low, PRECISION), _short(w * to_boundary, low, PRECISION)
+        reader, written = short(x * to_reader, low, PRECISION), short(w * to_boundary, low, PRECISION)
         of_reader = product(tl.where(meet(step, last, C), tl.load(dP + pair), 0.0).to(low), written, None, PRECISION)
         gx += of_reader * to_reader
         crossing = of_reader * reader
@@ -126,11 +114,56 @@ def _of_pairs(x, w, log_a, sign, dP, at, gx, gw, total, often, C: tl.constexpr, 
 
 
 @triton.jit
+def _of_keys(k, beta, gw, ge, dbeta, dk, rate, token, head, first_d, left, H: tl.constexpr, K: tl.constexpr,
+             C: tl.constexpr, BK: tl.constexpr, JOINED: tl.constexpr):  # fmt: skip
+    """Write dk and this block's part of dbeta. gw: of the key as it writes;  ge: as it reads, if the two are JOINED."""
+    if beta is not None:
+        i = tl.arange(0, C)
+        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+        k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
+        tl.store(dbeta + rate, tl.sum(k_i * gw, 1).to(dbeta.dtype.element_ty), mask=i < left)
+        gw *= b[:, None]
+    if JOINED:
+        gw += ge
+    store_tile(dk, gw, token, head, first_d, left, H, K, C, BK)
+
+
+@triton.jit
+def _by_cuts(q, k, erase, beta, log_a, end, kept, often, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay,
+             derase, rate, at, token, head, first_d, left,
+             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+             DELTA: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+             SUMS: tl.constexpr):  # fmt: skip
+    """All gradients of BK channels of a chunk that is cut in two `often` times. kept: sums of S times D."""
+    e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
+    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    gw *= tl.exp(add_up(sign, 2, log_a, C, SUMS))
+    total = add_up(sign, 1, w_i * gw, C, SUMS) + (kept * tl.exp(end))[None, :]
+    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
+    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    g *= tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS))
+    total += add_up(sign, 2 if BEFORE else 3, q_i * g, C, SUMS)
+    g, gw, total = _of_pairs(
+        q_i, w_i, log_a, sign, dA, at, g, gw, total, often, C, not BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
+    store_tile(dq, g, token, head, first_d, left, H, K, C, BK)
+    if DELTA:
+        g = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        g *= tl.exp(add_up(sign, 0, log_a, C, SUMS))
+        total += add_up(sign, 3, e_i * g, C, SUMS)
+        g, gw, total = _of_pairs(
+            e_i, w_i, log_a, sign, dM, at, g, gw, total, often, C, True, LIMIT, PRECISION, SUMS)  # fmt: skip
+        if erase is not None:
+            store_tile(derase, g, token, head, first_d, left, H, K, C, BK)
+    store_tile(dlog_decay, total, token, head, first_d, left, H, K, C, BK)
+    _of_keys(k, beta, gw, g, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
+
+
+@triton.jit
 def _of_plain_pairs(x, w, dP, at, gx, gw, total, C: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):
     """The same where one decay per head, or none, is in dP already; total has what is read, and `wrote` what is not."""
     low: tl.constexpr = dP.dtype.element_ty
     i = tl.arange(0, C)
-    reader, written = _short(x, low, PRECISION), _short(w, low, PRECISION)
+    reader, written = short(x, low, PRECISION), short(w, low, PRECISION)
     of_reader = product(tl.load(dP + at * C * C + i[:, None] * C + i[None, :]), written, None, PRECISION)
     of_writer = product(tl.load(dP + at * C * C + i[None, :] * C + i[:, None]), reader, None, PRECISION)
     wrote = total
@@ -142,7 +175,7 @@ def _of_plain_pairs(x, w, dP, at, gx, gw, total, C: tl.constexpr, DECAY: tl.cons
 
 @triton.jit
 def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay, derase,
-               of_sequence, of_row, T, per, tokens,
+               hard, of_sequence, of_row, T, per, tokens,
                H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                DELTA: tl.constexpr, BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
                LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
@@ -153,96 +186,72 @@ def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, 
     """
     block = tl.program_id(0)
     at = tl.program_id(1).to(tl.int64)
+    if hard is not None:  # noqa: SIM102 - Triton would load from nothing
+        if tl.load(hard + at) == 0:
+            return
     row, head = at // H, at % H
     first_d = block * BK
     token, left = find_row(of_row, T, per, row, C, PACKED)
     i = tl.arange(0, C)
     rate = (block.to(tl.int64) * tokens + token + i) * H + head
-    k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
-    w_i = k_i
-    if beta is not None:
-        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
-        w_i = w_i * b[:, None]
-    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
     if DECAY:
         kept = tl.zeros([BK], tl.float32)
         for first in range(0, V, BV):
             S_i = load_block(S, at, first, first_d, V, K, BV, BK).to(tl.float32)
             kept += tl.sum(S_i * load_block(D, at, first, first_d, V, K, BV, BK), 0)
-    if DECAY == 1:
-        log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, k.dtype.element_ty)
-        gw *= decay(log_end - log_g)[:, None]
-        kept *= decay(log_end)
-        left_there = tl.sum(w_i * gw, 1)
-        wrote = tl.zeros([C], tl.float32)
-    elif DECAY == 2:
+    if DECAY == 2:
         log_a = load_channels(log_decay, token, head, first_d, left, H, K, C, BK, sign.dtype.element_ty)
         often, end = cuts(log_a, C, BK, LIMIT)
-        gw *= tl.exp(add_up(sign, 2, log_a, C, SUMS))
-        total = add_up(sign, 1, w_i * gw, C, SUMS) + (kept * tl.exp(end))[None, :]
-    # queries
+        _by_cuts(q, k, erase, beta, log_a, end, kept, often, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay,
+                 derase, rate, at, token, head, first_d, left, H, K, V, C, BK, BV, DELTA, BEFORE, LIMIT, PRECISION,
+                 SUMS)  # fmt: skip
+        return
+    e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
+    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
+    read = tl.zeros([C], tl.float32)
+    if DECAY:
+        log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, k.dtype.element_ty)
+        gw *= decay(log_end - log_g)[:, None]
+        left_there = tl.sum(w_i * gw, 1)
+        wrote = tl.zeros([C], tl.float32)
     q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
-    gq = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-    if DECAY == 2:
-        gq *= tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS))
-        total += add_up(sign, 2 if BEFORE else 3, q_i * gq, C, SUMS)
-        gq, gw, total = _of_pairs(
-            q_i, w_i, log_a, sign, dA, at, gq, gw, total, often, C, not BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
-    else:
-        read = tl.zeros([C], tl.float32)
-        if DECAY:
-            gq *= decay(log_r)[:, None]
-            read = tl.sum(q_i * gq, 1)
-        gq, gw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, gq, gw, read, C, DECAY, PRECISION)
-        if DECAY:
-            wrote += of_writers
-    store_tile(dq, gq, token, head, first_d, left, H, K, C, BK)
-    # keys, as they read
+    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    if DECAY:
+        g *= decay(log_r)[:, None]
+        read = tl.sum(q_i * g, 1)
+    g, gw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, g, gw, read, C, DECAY, PRECISION)
+    if DECAY:
+        wrote += of_writers
+    store_tile(dq, g, token, head, first_d, left, H, K, C, BK)
     reads_of_keys = tl.zeros([C], tl.float32)
     if DELTA:
-        e_i = k_i
+        g = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        if DECAY:
+            g *= decay(log_g)[:, None]
+            reads_of_keys = tl.sum(e_i * g, 1)
+        g, gw, reads_of_keys, of_writers = _of_plain_pairs(
+            e_i, w_i, dM, at, g, gw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
+        if DECAY:
+            wrote += of_writers
         if erase is not None:
-            e_i = load_tile(erase, token, head, first_d, left, H, K, C, BK)
-        ge = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-        if DECAY == 2:
-            ge *= tl.exp(add_up(sign, 0, log_a, C, SUMS))
-            total += add_up(sign, 3, e_i * ge, C, SUMS)
-            ge, gw, total = _of_pairs(
-                e_i, w_i, log_a, sign, dM, at, ge, gw, total, often, C, True, LIMIT, PRECISION, SUMS)  # fmt: skip
-        else:
-            if DECAY:
-                ge *= decay(log_g)[:, None]
-                reads_of_keys = tl.sum(e_i * ge, 1)
-            ge, gw, reads_of_keys, of_writers = _of_plain_pairs(
-                e_i, w_i, dM, at, ge, gw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
-            if DECAY:
-                wrote += of_writers
-        if erase is not None:
-            store_tile(derase, ge, token, head, first_d, left, H, K, C, BK)
-    if beta is not None:
-        tl.store(dbeta + rate, tl.sum(k_i * gw, 1).to(dbeta.dtype.element_ty), mask=i < left)
-        gw *= b[:, None]
-    if DELTA and erase is None:
-        gw += ge
-    store_tile(dk, gw, token, head, first_d, left, H, K, C, BK)
-    if DECAY == 2:
-        store_tile(dlog_decay, total, token, head, first_d, left, H, K, C, BK)
-    elif DECAY == 1:
+            store_tile(derase, g, token, head, first_d, left, H, K, C, BK)
+    _of_keys(k, beta, gw, g, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
+    if DECAY:
         from_here, after = reads_of_keys - wrote, read
         if not BEFORE:
             from_here += read
         both = tl.where(i[:, None] <= i[None, :], from_here[None, :], left_there[None, :])
         if BEFORE:
             both += tl.where(i[:, None] < i[None, :], after[None, :], 0.0)
-        ga = tl.sum(both, 1) + tl.sum(kept, 0)
+        ga = tl.sum(both, 1) + tl.sum(kept, 0) * decay(log_end)
         tl.store(dlog_decay + rate, ga.to(dlog_decay.dtype.element_ty), mask=i < left)
 
 
-def gradients(plan, x, S, D, do, e, dv, layout, spec, precision):
+def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
     """Slots of dq, dk, dbeta, dlog_decay and derase from what the two walks left.
 
-    x: the inputs of the call, q and k mapped;  S, D: the memory before and its gradient after each chunk;  e: the
-    errors that were written;  dv: their gradient, and that of v.
+    x: the inputs of the call, q and k mapped;  hard: of `general.prepare`;  S, D: the memory before and its gradient
+    after each chunk;  e: the errors that were written;  dv: their gradient, and that of v.
     """
     q, k, V = x.q, x.k, x.v.shape[3]
     H, K = k.shape[2:]
@@ -262,10 +271,15 @@ def gradients(plan, x, S, D, do, e, dv, layout, spec, precision):
         layout.launch(
             plan, _readings, (layout.rows * H,), (do, e, dv, x.log_decay, dA, dM),
             (H, V, C, BV, spec.delta, spec.before, kind, packed, products), num_warps=4, num_stages=stages)  # fmt: skip
+        given, rest = (q, k, x.erase, x.beta, x.log_decay), (S, D, do, e, dv, dA, dM)
+        written = dq, dk, dbeta, dlog_decay, derase, hard
+        if hard is not None:
+            layout.launch(
+                plan, halfway.gradients, (parts, layout.rows * H), (*given, *rest, *written),
+                (H, K, V, C, BK, BV, spec.delta, spec.before, packed, LIMIT[k.dtype], products),
+                num_warps=warps, num_stages=stages)  # fmt: skip
         layout.launch(
-            plan, _gradients, (parts, layout.rows * H),
-            (q, k, x.erase, x.beta, x.log_decay, sums(plan, x), S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay,
-             derase),
+            plan, _gradients, (parts, layout.rows * H), (*given, sums(plan, x), *rest, *written),
             (H, K, V, C, BK, BV, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs),
             num_warps=warps, num_stages=stages)  # fmt: skip
     dbeta = _joined(plan, dbeta, x.beta)

@@ -4,7 +4,8 @@ exp(-log g_j) alone overflows as soon as decay is strong. So a block of 64 token
 half meet writers of the first at the boundary, and both exponents are at most 0. The halves are cut in turn, down to
 single tokens, or to blocks within which nothing decays by more than LIMIT: there all pairs meet at the middle, and
 factors above 1 are far from overflow. How far a program must cut is decided from the decays it finds, so that every
-decay is exact and a mild one costs a single product.
+decay is exact and a mild one costs a single product. In 16-bit numbers a chunk that decays by less than twice LIMIT is
+not cut at all: its pairs meet where half of its decay is done, and a single sum gives every factor (halfway.py).
 
 Sums of log_decay are products with matrices of 0, 1 and -1. All their terms have one sign: nothing cancels.
 """
@@ -13,7 +14,36 @@ import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels.tiles import C, decay, round_to_tf32
+from fastweights.torch.kernels.tiles import C, decay, load_tile, round_to_tf32
+
+
+@triton.jit
+def short(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it.
+
+    The gradient of decay takes from what tokens read what they write, and the two must cancel for the tokens after it.
+    They do to the last digits if both come from the same rounded numbers, and not from q and k.
+    """
+    if dtype == tl.float32 and PRECISION == "tf32":
+        return round_to_tf32(x.to(tl.float32))
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def load_keys(k, erase, beta, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+               BK: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
+    """(the key that reads what will be corrected, the key as it writes, its rate included) [C, BK]."""
+    k_i = load_tile(k, token, head, first, left, H, K, C, BK)
+    e_i = k_i
+    if DELTA and erase is not None:
+        e_i = load_tile(erase, token, head, first, left, H, K, C, BK)
+    w_i = k_i
+    if beta is not None:
+        i = tl.arange(0, C)
+        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+        w_i = k_i * b[:, None]
+    return e_i, w_i
 
 
 @triton.jit

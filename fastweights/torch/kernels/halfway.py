@@ -1,0 +1,186 @@
+"""Decay per channel in 16-bit numbers, of chunks that decay by less than exp(-80): most of those that models have.
+
+Readers i and writers j of a chunk meet where half of its decay is done: exp(log g_i - log g_j) is the product of the
+decay from there to the reader and from the writer to there, one of them above 1, and neither beyond exp(40). One sum
+over the chunk gives all of them, and one product all pairs. Chunks that decay by more are marked, and done by
+general.py and general_gradients.py, which cut them in two; the equations are the same.
+"""
+
+import triton
+import triton.language as tl
+
+from fastweights.torch.kernels.inverse import _invert
+from fastweights.torch.kernels.pairs import load_channels, load_keys, short
+from fastweights.torch.kernels.tiles import find_row, load_block, load_tile, product, store_tile
+
+
+@triton.jit
+def _sums(x, sign, PRECISION: tl.constexpr):
+    """x @ sign in float32, for x [BK, C] and a matrix of 0 and 1; float32 in two parts, its first digits and the next.
+
+    float16, which has too little range for gradients, is summed as TF32, like float32 that has no more digits.
+    """
+    if x.dtype == tl.float32 and sign.dtype == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        return tl.dot(high, sign, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), sign))
+    else:
+        return product(x.to(sign.dtype), sign, None, PRECISION)
+
+
+@triton.jit
+def _before(C: tl.constexpr, OWN: tl.constexpr, dtype: tl.constexpr):
+    """A matrix [C, C] by which x @ it sums x over the tokens before each one, or up to it (OWN)."""
+    i = tl.arange(0, C)
+    seen = i[:, None] <= i[None, :] if OWN else i[:, None] < i[None, :]
+    return tl.where(seen, 1.0, 0.0).to(dtype)
+
+
+@triton.jit
+def _bounded(log, LIMIT: tl.constexpr):
+    """exp(log), finite and above 0 in chunks that are hard, too."""
+    return tl.exp(tl.maximum(tl.minimum(log, LIMIT), -LIMIT))
+
+
+@triton.jit
+def _load_decay(log_decay, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+                BK: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+                dtype: tl.constexpr):  # fmt: skip
+    """(decay from halfway to each token;  the same to what its query reads;  half of the chunk's, its logarithm).
+
+    Transposed, [BK, C], [BK, C] and [BK]. dtype: of the matrix that sums, bfloat16 or float32.
+    """
+    given: tl.constexpr = tl.bfloat16 if log_decay.dtype.element_ty == tl.bfloat16 else tl.float32
+    log_a = tl.trans(load_channels(log_decay, token, head, first, left, H, K, C, BK, given))
+    half = 0.5 * tl.sum(log_a.to(tl.float32), 1)
+    log = _sums(log_a, _before(C, True, dtype), PRECISION) - half[:, None]
+    to_key = _bounded(log, LIMIT)
+    return to_key, _bounded(log - log_a, LIMIT) if BEFORE else to_key, half
+
+
+@triton.jit
+def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, hard, of_sequence, of_row, T, per, tokens,
+            H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+            BEFORE: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+            SOLVE: tl.constexpr):  # fmt: skip
+    """What `general._prepare` writes, and `hard` (rows, H): 1 for chunks that it has to write again."""
+    at = tl.program_id(0).to(tl.int64)  # one program: one row and head
+    row, head = at // H, at % H
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    dtype = k.dtype.element_ty
+    low: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype  # float16 has too little range
+    i = tl.arange(0, C)
+    A_i = tl.zeros([C, C], tl.float32)
+    M_i = tl.zeros([C, C], tl.float32)
+    least = 0.0
+    for first in range(0, K, BK):
+        to_key, to_query, half = _load_decay(
+            log_decay, token, head, first, left, H, K, C, BK, BEFORE, LIMIT, PRECISION, low)  # fmt: skip
+        least = tl.minimum(least, tl.min(half, 0))
+        channel = first + tl.arange(0, BK)
+        tl.store(g_end + at * K + channel, tl.exp(2.0 * half), mask=channel < K)
+        to_key, to_query, to_half = tl.trans(to_key), tl.trans(to_query), tl.exp(half)[None, :]
+        e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, DELTA)
+        x = w_i / to_key
+        written = tl.trans(x.to(low))
+        store_tile(W, x * to_half, token, head, first, left, H, K, C, BK)
+        if DELTA:
+            x = e_i * to_key
+            M_i = product(x.to(low), written, M_i, PRECISION)
+            store_tile(E, x * to_half, token, head, first, left, H, K, C, BK)
+        x = load_tile(q, token, head, first, left, H, K, C, BK) * to_query
+        A_i = product(x.to(low), written, A_i, PRECISION)
+        store_tile(Q, x * to_half, token, head, first, left, H, K, C, BK)
+    tl.store(hard + at, (least <= -LIMIT).to(tl.int32))
+    seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
+    to = at * C * C + i[:, None] * C + i[None, :]
+    tl.store(A + to, tl.where(seen, A_i, 0.0).to(A.dtype.element_ty))
+    if DELTA:
+        M_i = tl.where(i[:, None] > i[None, :], M_i, 0.0)
+        tl.store(X + to, _invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
+
+
+@triton.jit
+def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+               C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """(x M)^T [BK, C] for values x (tokens, H, V) and BK columns of matrices M (V, K)."""
+    g = tl.zeros([BK, C], tl.float32)
+    for first in range(0, V, BV):
+        M_i = tl.trans(load_block(M, at, first, first_d, V, K, BV, BK))  # [BK, BV]
+        g = product(M_i, tl.trans(load_tile(x, token, head, first, left, H, V, C, BV)), g, PRECISION)
+    return g
+
+
+@triton.jit
+def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay, derase, hard,
+              of_sequence, of_row, T, per, tokens,
+              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+              DELTA: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """What `general_gradients._gradients` writes, of chunks that are not hard. One program: BK channels of one of them.
+
+    Everything is held transposed, [BK, C]: tokens are columns, channels rows, and factors are seen from halfway. The
+    gradient of log a at a token is what the chunk leaves in the memory times its gradient, plus, from that token on,
+    what is read less what is written, each times its gradient. Later tokens that read and write among themselves cancel
+    in it, to the last digits, since both are made of the same rounded numbers.
+    """
+    block = tl.program_id(0)
+    at = tl.program_id(1).to(tl.int64)
+    if tl.load(hard + at) != 0:
+        return
+    row, head = at // H, at % H
+    first_d = block * BK
+    token, left = find_row(of_row, T, per, row, C, PACKED)
+    low: tl.constexpr = dA.dtype.element_ty
+    i = tl.arange(0, C)
+    to_key, to_query, half = _load_decay(
+        log_decay, token, head, first_d, left, H, K, C, BK, BEFORE, LIMIT, PRECISION, low
+    )
+    to_half = tl.exp(half)[:, None]
+    _, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, False)
+    written = short(tl.trans(w_i) / to_key, low, PRECISION)
+    # What writers give: first through the memory. All of it, and what is kept of before, decays at the first token.
+    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
+    there = tl.sum(written * gw, 1)
+    for first in range(0, V, BV):
+        S_i = tl.trans(load_block(S, at, first, first_d, V, K, BV, BK)).to(tl.float32)
+        D_i = tl.trans(load_block(D, at, first, first_d, V, K, BV, BK))
+        there += tl.sum(S_i * D_i, 1) * tl.exp(2.0 * half)
+    # queries
+    reader = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
+    reader = short(reader * to_query, low, PRECISION)
+    pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
+    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
+    g = product(written, tl.trans(pairs), g, PRECISION)
+    gw = product(reader, pairs, gw, PRECISION)
+    crossing = reader * g
+    store_tile(dq, tl.trans(g * to_query), token, head, first_d, left, H, K, C, BK)
+    if BEFORE:  # a query does not see the decay of its own token
+        total = _sums(crossing, tl.trans(_before(C, False, low)), PRECISION)
+        crossing = tl.zeros_like(crossing)
+    # keys, as they read
+    if DELTA:
+        reader, _ = load_keys(k, erase, None, token, head, first_d, left, H, K, C, BK, True)
+        reader = short(tl.trans(reader) * to_key, low, PRECISION)
+        pairs = load_block(dM, at, 0, 0, C, C, C, C)
+        g = _of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * -to_half
+        g = product(written, tl.trans(pairs), g, PRECISION)
+        gw = product(reader, pairs, gw, PRECISION)
+        crossing += reader * g
+        g *= to_key
+        if erase is not None:
+            store_tile(derase, tl.trans(g), token, head, first_d, left, H, K, C, BK)
+    crossing -= written * gw
+    from_here = _sums(crossing, tl.trans(_before(C, True, low)), PRECISION) + there[:, None]
+    if BEFORE:
+        from_here += total
+    store_tile(dlog_decay, tl.trans(from_here), token, head, first_d, left, H, K, C, BK)
+    gw /= to_key
+    if beta is not None:
+        rate = (block.to(tl.int64) * tokens + token + i) * H + head
+        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+        k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))
+        tl.store(dbeta + rate, tl.sum(k_i * gw, 0).to(dbeta.dtype.element_ty), mask=i < left)
+        gw *= b[None, :]
+    if DELTA and erase is None:
+        gw += g
+    store_tile(dk, tl.trans(gw), token, head, first_d, left, H, K, C, BK)
