@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import kernel_branches
 from fastweights import core
 from fastweights.core import Inputs, Spec
-from fastweights.torch import fast_weight, kernels, methods
+from fastweights.torch import fast_weight, methods
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU can plan the cases, not check them
 FULL = dict(B=2, T=130, H=2, K=64, V=64, dtype=torch.bfloat16, rule="delta", read="after", beta=True, decay=True)
