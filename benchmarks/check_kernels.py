@@ -283,7 +283,7 @@ def run(some):
 def main():
     parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
     parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
-    parser.add_argument("--jobs", type=int, default=min(8, (os.cpu_count() or 2) // 2), help="processes side by side")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes side by side")
     parser.add_argument("--part", type=int, help="only this one of `jobs` parts, in this process")
     asked = parser.parse_args()
     if asked.part is None and asked.jobs > 1:

@@ -1,21 +1,18 @@
-"""Kernels for decay per channel and for erase keys, against the float64 oracle, as test_kernels.py.
-
-They are off on a GPU: these tests run in the interpreter alone.
-"""
+"""Kernels for decay per channel and for erase keys, against the float64 oracle, as test_kernels.py."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter
+from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
 from oracle import oracle, problem
 from test_kernels import HALF, check, poison, tensors  # noqa: F401 - a fixture
 
 from fastweights.core import Inputs, Spec
 from fastweights.torch import fast_weight, kernels, methods
 
-runs = pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
 SIZES = dict(B=1, T=66, H=4, K=16, V=16)  # of one head the largest error is a matter of luck
 KINDS = [("delta", "channel", False, "before"), ("delta", "hard", True, "after"), ("delta", True, True, "before"),
          ("delta", False, True, "after"), ("sum", "channel", False, "after"),
@@ -125,3 +122,26 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch):
         torch.library.opcheck(operators.forward, (inputs, spec, 1), test_utils=tests)
         o, S, *saved = operators.forward(inputs, spec, 1)
         torch.library.opcheck(operators.backward, (o, S, inputs, saved, spec), test_utils=tests)
+
+
+@runs
+@pytest.mark.parametrize("width", [16, 128])
+@pytest.mark.parametrize("kind", [*KINDS, ("delta", True, False, "after"), ("sum", False, False, "after")])
+def test_no_operand_of_a_product_is_narrow(rng, monkeypatch, kind, width):
+    """Rows of 64 bytes make ptxas of CUDA 12.8 read registers that nothing wrote (blocks.NARROWEST says where).
+
+    Walks hold narrow values as rows of a product, of which there are then too few for the instruction that is wrong.
+    """
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    from benchmarks import kernel_branches
+
+    rule, decay, erase, read = kind
+    monkeypatch.setattr(kernels, "_plans", {})
+    args = tensors(problem(rng, B=1, T=66, H=1, K=width, V=width, decay=decay, erase=erase), HALF[0])
+    launches = kernel_branches.launches(lambda: fast_weight(**args, rule=rule, read=read, method="kernel"))
+    assert launches
+    for launch in launches:
+        sizes = dict(zip(launch.kernel.arg_names[-len(launch.constants) :], launch.constants, strict=True))
+        walks = launch.kernel.__name__ in ("_forward", "_reverse", "_walk", "_walk_back")
+        for name in ("BK",) if walks else ("BK", "BV"):
+            assert sizes.get(name, 64) >= kernels.blocks.NARROWEST, (launch.kernel.__name__, name)
