@@ -1,6 +1,7 @@
 """Files from strangers: 2,000 mutated ones through every loader (`make fuzz` does 100,000), links, markup, sizes."""
 
 import json
+import resource
 
 import pytest
 
@@ -46,7 +47,14 @@ def test_links_out_of_a_corpus_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [dict(dim=2**30), dict(layers="delta*999999999"), dict(depth=10**9), dict(hidden=2**36)]
+    "change",
+    [
+        dict(dim=2**12, hidden=2**14),
+        dict(dim=2**30),
+        dict(layers="delta*999999999"),
+        dict(depth=10**9),
+        dict(hidden=2**36),
+    ],
 )
 def test_sizes_are_checked_before_memory_is_taken(tmp_path, change):
     from fastweights.files import write_tensors
@@ -57,8 +65,10 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path, change):
     write_tensors(tmp_path / run_folder.BEST, weights, {})
     about = dict(config=small.to_dict() | change, vocab=257)
     (tmp_path / run_folder.CONFIG).write_text(json.dumps(about))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(FastWeightError, match=r"expected of shape|over 4096 blocks"):
         run_folder.load(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB; the first would take over 2**20
 
 
 def test_text_on_a_page_is_not_markup():

@@ -1,6 +1,7 @@
 """How kernels are compiled and launched: together, before any starts, once per kind; then by address alone."""
 
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -73,7 +74,8 @@ def test_what_a_kernel_is_compiled_for_is_dtype_kind_of_number_and_constants(log
 
 
 def test_threads_that_call_for_the_first_time_at_once_compile_once(log):
-    kernel, ready = Kernel("it", log), threading.Barrier(8)
+    slow = SimpleNamespace(wait=lambda timeout: time.sleep(0.2))  # long enough for the others to come
+    kernel, ready = Kernel("it", log, slow), threading.Barrier(8)
 
     def first():
         ready.wait(timeout=120)
