@@ -16,6 +16,7 @@ from fastweights.attention_config import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.torch.devices import copied
 from fastweights.torch.dtypes import autocast_dtype
+from fastweights.torch.methods import register
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.packing import Sequences, know_offsets
 from fastweights.torch.tree import map_tensors
@@ -187,7 +188,8 @@ class SoftmaxMixer(nn.Module):
             from fastweights.models import flex
 
             count = documents.kept(state.held)
-            turned, keys, values = (y.transpose(1, 2) for y in (rotate(q, at[W:]), rotate(k, at), v))
+            turns = angles(q, W + T, q.shape[-1] // 2)
+            turned, keys, values = (y.transpose(1, 2) for y in (rotate(q, turns[:, W:]), rotate(k, turns), v))
             y = flex.attend(turned, keys, values, self.window, count, documents.starts)
             age = self._age(count, documents, at[:T])
             return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(k, v, age)
@@ -235,7 +237,8 @@ class SoftmaxMixer(nn.Module):
 
     def _answer(self, q, k, v, at, W, seen):
         """What queries read of keys that they have `seen` (B or 1, T, W + T), projected."""
-        q, k = rotate(q, at[W:]).transpose(1, 2), rotate(k, at).transpose(1, 2)
+        turns = angles(q, len(at), q.shape[-1] // 2)
+        q, k = rotate(q, turns[:, W:]).transpose(1, 2), rotate(k, turns).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), seen[:, None])
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
@@ -258,18 +261,37 @@ class SoftmaxMixer(nn.Module):
         return SoftmaxState(empty, empty.clone(), like.new_zeros(batch, dtype=torch.long))
 
 
-def rotate(x: Tensor, at: Tensor) -> Tensor:
-    """Rotary positions: x (B, T, H, K) at positions (T,), pairs of features turned by angles that grow with the
-    position.
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary positions: x (B, T, H, K), pairs of features turned by angles that grow with the position.
 
-    The product of a query and a key then depends on the distance between them alone.
+    The product of a query and a key then depends on the distance between them alone.  turns (2, T, K / 2): cosine and
+    sine of every angle, as `angles` gives them.
     """
     half = x.shape[-1] // 2
-    rates = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
-    angles = at[:, None, None] * rates
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = turns[:, :, None].to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def _angles(like: Tensor, positions: int, half: int) -> Tensor:
+    """(2, positions, half): cosine and sine of the angles of rotary positions, on the device of `like`."""
+    rates = 10_000.0 ** -(torch.arange(half, device=like.device) / half)
+    angles = torch.arange(positions, device=like.device)[:, None] * rates
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def _angles_fake(like, positions, half):
+    """An empty tensor of that shape, for compilers."""
+    return like.new_empty(2, positions, half, dtype=torch.float32)
+
+
+# An operator, since a compiler would work out powers and sines again for every number that is turned.
+_angles_op = register("angles", "(Tensor like, int positions, int half) -> Tensor", _angles, _angles_fake)
+
+
+def angles(like: Tensor, positions: int, half: int) -> Tensor:
+    """`_angles`; where a compiler looks on, as an operator."""
+    return (_angles_op if torch.compiler.is_compiling() else _angles)(like.detach(), positions, half)
 
 
 class LSTMState(NamedTuple):

@@ -11,7 +11,7 @@ from fastweights.attention_config import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.models.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, rotate
+from fastweights.models.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, angles, rotate
 from fastweights.torch.nn import FastWeightAttention
 
 # The cells of the papers' grid, by rule and features: presets of FastWeightAttention, with feature maps of sizes that
@@ -51,8 +51,8 @@ class Attention(nn.Module):
             past, weight = F.pad(y, (0, 0, self.width - 1, 0)), self.conv.to(y.dtype)
             y = sum((weight[j] * past[:, j : j + T] for j in range(1, self.width)), weight[0] * past[:, :T])
         q, k, v = y.unflatten(-1, (3, self.heads, D // self.heads)).unbind(2)
-        at = torch.arange(T, device=x.device)
-        q, k = rotate(q, at).to(v.dtype), rotate(k, at).to(v.dtype)
+        turns = angles(x, T, q.shape[-1] // 2)
+        q, k = rotate(q, turns), rotate(k, turns)
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out_proj(o.transpose(1, 2).reshape(B, T, D)), None

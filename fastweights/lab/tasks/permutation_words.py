@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.lab.engine.captured_steps import autocast
-from fastweights.models.mixers import rotate
+from fastweights.models.mixers import angles, rotate
 from fastweights.torch import fast_weight
 
 POINTS = {"S3": 3, "S4": 4, "A5": 5, "S5": 5}  # how many points a group permutes; A: even permutations alone
@@ -117,8 +117,8 @@ class Trackers(nn.Module):
         parts = dict(zip(self.widths, _linear(x, self.into).split(list(self.widths.values()), -1), strict=True))
         q, k, v = (parts[name].reshape(R * B, -1, self.heads, self.key_dim) for name in "qkv")
         if self.mixer == "softmax":
-            at = torch.arange(T, device=x.device)
-            q, k, v = (y.transpose(1, 2) for y in (rotate(q, at).to(v.dtype), rotate(k, at).to(v.dtype), v))
+            turns = angles(x, T, q.shape[-1] // 2)
+            q, k, v = (y.transpose(1, 2) for y in (rotate(q, turns), rotate(k, turns), v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(R, B, T, -1)
         beta = (self.beta_max * parts["beta"].float().sigmoid()).to(v.dtype).reshape(R * B, -1, self.heads)
         decay = None
