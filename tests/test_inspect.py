@@ -193,6 +193,7 @@ def test_a_browser_shows_the_page(browser, small_page, width):
         p.get_by_role("button", name="Roll the memory back to here").click()
         assert p.get_by_label("memory rolled back to token", exact=True).is_checked()
         assert p.evaluate("views[0].from") > 0
+        assert "rolled back to token" in detail.locator("table").inner_text()
         p.get_by_label("Memory", exact=True).select_option(label="block 0 (delta)")
         for chart in range(2):
             choice = p.locator(".chart").nth(chart).locator("xpath=../select")

@@ -136,6 +136,7 @@ class View {
       this.from = 0;
       this.sentence.textContent = d.modes.find(m => m.key === mode).about;
     }
+    if (this.detail.childElementCount) this.describe();
     this.draw();
   }
 
@@ -276,7 +277,7 @@ class View {
     const earlier = d.back.filter(at => at <= t);
     if (earlier.length) {
       const at = earlier[earlier.length - 1];
-      parts.push(make("p", {}, make("button", { type: "button", onclick: () => { this.points.value = at; this.setMode("back"); this.describe(); } },
+      parts.push(make("p", {}, make("button", { type: "button", onclick: () => { this.points.value = at; this.setMode("back"); } },
         "Roll the memory back to here"), ` (to the nearest memory that is kept, token ${whole(at)})`));
     }
     this.marks = new Map();
