@@ -119,6 +119,8 @@ def test_generate(run, trained):
     stop = next(c for c in whole[14:] if c.isascii() and c.isprintable())
     _, out, _ = run("generate", trained, "--prompt", "The ", "--tokens", "60", "--no-learn", "--until", stop)
     assert out == whole[: whole.index(stop, 4) + 1] + "\n"
+    _, lines, _ = run("generate", trained, "--prompt", "The ", "--tokens", "60", "--no-learn", "--whole", "lines")
+    assert lines == (whole[: whole[:-1].rindex("\n") + 1] if "\n" in whole[:-1] else whole)
 
 
 def test_generate_goes_on_from_a_memory(run, trained):

@@ -9,6 +9,7 @@ import typer
 from fastweights.cli import language_model
 from fastweights.cli.options import need, say, wait_without_spinning
 
+PROMPT = "class Queue:\n    def __init__(self"
 # what each mode of `eval` did, as the end of "..., "
 WHAT = {
     "memory": "when it carried its memory from window to window",
@@ -24,7 +25,7 @@ def demo(
     minutes: Annotated[float, typer.Option(help="Minutes to train at most.")] = 4.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train at most.")] = 1500,
     limit: Annotated[int, typer.Option(min=1, help="Bytes of held-out documents to score.")] = 65_536,
-    prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "class Queue:",
+    prompt: Annotated[str, typer.Option(help="Text to go on with.")] = PROMPT,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 300,
     data: Annotated[
         str, typer.Option(help="Documents to train on: stdlib-modules, stdlib, a file or a folder.")
@@ -63,8 +64,8 @@ def demo(
     say("\n3 of 3. Writing, token by token.", style="bold")
     # The layer that learned while it read would also learn its own mistakes: writing, it soon repeats itself.
     # Two blank lines end a class or a function.
-    how: dict[str, Any] = dict(temperature=0.6, min_p=0.05, learn=False, until="\n\n\n", whole_lines=True)
-    language_model.generate(run, prompt=prompt, tokens=tokens, **how)
+    how: dict[str, Any] = dict(temperature=0.7, min_p=0.1, learn=False, until="\n\n\n")
+    language_model.generate(run, prompt=prompt, tokens=tokens, whole=language_model.Whole.blocks, **how)
     say("\nWhat you have just seen", style="bold")
     say(in_words(json.loads((run / "eval.json").read_text()), run))
 
@@ -81,6 +82,11 @@ def in_words(numbers: dict[str, Any], run: Path) -> str:
     bits = {mode: row["bits_per_byte"] for mode, row in rows.items()}
     others = " and ".join(f"{value:.2f} for {name.partition(' ')[0]}" for name, value in numbers["compressors"].items())
     carried = rows["memory"]["state_bytes"] / 1024
+    commands = {
+        f'fastweights generate {run} --prompt "def "': "go on writing",
+        f"fastweights read {run} FILE -o file.memory": "read a file into a memory, to start from",
+        "fastweights train runs/mine --data FOLDER": "train on your own text",
+    }
     return "\n".join(
         [
             f"A model was trained here, and read {numbers['bytes']:,} bytes of files that it had never seen.",
@@ -93,9 +99,7 @@ def in_words(numbers: dict[str, Any], run: Path) -> str:
             f"Its fast-weight memory has {carried:,.0f} KiB, however long the text is.",
             "",
             "Next:",
-            f'  fastweights generate {run} --prompt "def "       go on writing',
-            f"  fastweights read {run} FILE -o file.memory       read a file into a memory, to start from",
-            "  fastweights train runs/mine --data FOLDER        train on your own text",
+            *(f"  {command:{max(map(len, commands))}}   {what}" for command, what in commands.items()),
             "",
             f"{run / 'eval.png'} shows the bits per byte by position in the file.",
         ]

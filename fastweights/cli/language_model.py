@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,16 @@ from fastweights.models.config import DYNAMIC_LR, PRESETS, Config
 FIELDS = {f.name: f for f in fields(Config)}
 # headings over the options of train
 TEXT, MODEL, FAST, TRAINING, MACHINE = "Text", "Model", "Fast Weight Layer", "Training", "Machine"
+
+
+class Whole(StrEnum):
+    """What is written whole or not at all, as choices of an option; blocks are parted by blank lines."""
+
+    lines = "lines"
+    blocks = "blocks"
+
+
+ENDS = {Whole.lines: "\n", Whole.blocks: "\n\n"}
 
 
 def _prepare(command: str) -> None:
@@ -194,9 +205,9 @@ def generate(
     memory: FromMemory = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 400,
     until: Annotated[str, typer.Option(help="Text after which to stop.")] = "",
-    whole_lines: Annotated[
-        bool, typer.Option("--whole-lines", help="Write line by line, and leave out a last line without its end.")
-    ] = False,
+    whole: Annotated[
+        Whole | None, typer.Option(help="Leave out the last line, or block of lines, where the text stopped within it.")
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="Temperature of the choice of tokens; 0 takes the likeliest.")
     ] = 0.8,
@@ -240,11 +251,11 @@ def generate(
     end = prompt
     written = generation.generate(model, before, tokens, how, learn=learn, **mixed)
     pieces = generation.text_of(model, written, until)
-    for piece in generation.lines_of(pieces) if whole_lines else pieces:
+    for piece in pieces if whole is None else generation.parts_of(pieces, ENDS[whole]):
         sys.stdout.write(piece)
         sys.stdout.flush()
         end = piece
-    if not (whole_lines and end.endswith("\n")):
+    if whole is None or not end.endswith("\n"):
         sys.stdout.write("\n")
 
 

@@ -189,14 +189,21 @@ def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Ite
         yield rest
 
 
-def lines_of(pieces: Iterable[str]) -> Iterator[str]:
-    """Whole lines, each when its end is there; a last line without one is left out, as the text stopped within it.
+def parts_of(pieces: Iterable[str], end: str) -> Iterator[str]:
+    """Whole parts of a text, each when its end is there; what follows the last end is left out, unless there is none.
+
+    Args:
+        pieces: of the text, as it becomes known.
+        end: what a part ends with, such as a line break.
 
     Examples:
-        >>> list(lines_of(["def f", "():\\n    re", "turn 1\\n    x ="]))
+        >>> list(parts_of(["def f", "():\\n    re", "turn 1\\n    x ="], "\\n"))
         ['def f():\\n', '    return 1\\n']
     """
-    line = ""
+    rest, written = "", False
     for piece in pieces:
-        *whole, line = (line + piece).split("\n")
-        yield from (text + "\n" for text in whole)
+        *parts, rest = (rest + piece).split(end)
+        yield from (part + end for part in parts)
+        written = written or bool(parts)
+    if not written:
+        yield rest
