@@ -1,5 +1,6 @@
 """What a Fast Weight Layer checks before it computes, in every framework."""
 
+from fastweights.checks import check_offsets
 from fastweights.core import FastWeightError
 
 
@@ -65,3 +66,10 @@ def check_values(config, smallest, largest, worst):
         )
     if not 0 <= worst < float("inf"):
         raise FastWeightError(f"weights has {worst}; expected finite numbers of at least 0: 0 leaves a token out")
+
+
+def check_packed(x, cu_seqlens):
+    """Raise unless cu_seqlens, a tensor with `tolist`, cuts the one row of x (1, T, D) into documents."""
+    if x.shape[0] != 1:
+        raise FastWeightError(f"x has batch {x.shape[0]} with cu_seqlens given; expected 1: documents lie in one row")
+    check_offsets(cu_seqlens.tolist(), x.shape[1])

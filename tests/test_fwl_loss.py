@@ -9,7 +9,7 @@ from fwl_oracle import SIZE, B, D, T, V, double, make, oracle, problem, steps_of
 from oracle import assert_close
 from torch import nn
 
-from fastweights import fwl
+from fastweights import FastWeightError, fwl
 from fastweights.torch import FWLBlock, cross_entropy, fwl_loss
 from fastweights.torch.framework import OPS
 
@@ -18,12 +18,13 @@ FORMS = [
     dict(fast_bias=False, shared_norm_step=True, normalizer="sequence"),
     dict(normalizer=5.0, hidden=6, bias=False, attn_chunks=None),
     dict(first_order=True, attn_chunks=1),
+    dict(decay=0.7, attn_chunks=3),
 ]
 
 
-def general(block, x, labels, weights):
+def general(block, x, labels, weights, **how):
     """The loss through fwl.py and autograd."""
-    out = block.run(x, labels, weights, logits=False)
+    out = block.run(x, labels, weights, logits=False, **how)
     return (out.loss * weights).sum() / weights.sum()
 
 
@@ -69,15 +70,41 @@ def test_is_the_general_path(how, length):
         assert_close(a.numpy(), b.numpy(), name=name)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize(
+    "how", [dict(), dict(decay=0.7, normalizer="sequence"), dict(decay=0.9, normalizer=5.0)], ids=str
+)
+def test_packed_documents_are_those_of_the_general_path(how, chunks):
+    """Documents within a chunk, over several, of one token and of none; value and all gradients."""
+    block = make(**how | dict(attn_chunks=chunks))
+    x, labels, weights = problem(1, 23)
+    cu = torch.tensor([0, 4, 5, 5, 17, 23])
+    of = [x.requires_grad_(), *block.parameters()]
+    got, want = block.loss(x, labels, weights, cu_seqlens=cu), general(block, x, labels, weights, cu_seqlens=cu)
+    assert_close(got.detach().numpy(), want.detach().numpy())
+    assert abs(got.item() - block.loss(x, labels, weights).item()) > 1e-6  # one document would be another loss
+    got, want = (torch.autograd.grad(y, of, allow_unused=True, materialize_grads=True) for y in (got, want))
+    for (name, _), a, b in zip([("x", x), *block.named_parameters()], got, want, strict=True):
+        assert_close(a.numpy(), b.numpy(), name=name)
+
+
+def test_offsets_that_do_not_cut_the_row_are_refused():
+    x, labels, weights = problem(2, 6)
+    with pytest.raises(FastWeightError, match="x has batch 2 with cu_seqlens given; expected 1"):
+        make().loss(x, labels, weights, cu_seqlens=torch.tensor([0, 6]))
+    with pytest.raises(FastWeightError, match="cu_seqlens ends at 5; expected T = 6"):
+        make().loss(x[:1], labels[:1], weights[:1], cu_seqlens=torch.tensor([0, 5]))
+
+
 def test_general_path_is_taken_where_the_other_does_not_go(monkeypatch):
     """And the hand-written one where it does: no option is silently left out."""
     monkeypatch.setattr(fwl_loss, "loss", lambda *a: torch.zeros(()))
     x, labels, weights = problem()
-    for how in (dict(decay=0.9), dict(clip=0.1), dict(rule="delta")):
+    for how in (dict(clip=0.1), dict(rule="delta"), dict(refresh=4)):
         assert make(**how).loss(x, labels, weights) != 0
     assert make().loss(x, labels, weights.requires_grad_()) != 0
-    assert make().loss(x[:1], labels[:1], weights[:1].detach(), cu_seqlens=torch.tensor([0, 4, T])) != 0
-    assert make().loss(x, labels, weights.detach()) == 0
+    assert make().loss(x[:1], labels[:1], weights[:1].detach(), cu_seqlens=torch.tensor([0, 4, T])) == 0
+    assert make(decay=0.9).loss(x, labels, weights.detach()) == 0
 
 
 def test_backward_twice_and_without_gradients():

@@ -213,8 +213,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The training loss, the weighted mean over tokens, without ever holding the logits.
 
-        For the published layer without decay, clipping, packing or a gradient of the weights it is written by hand,
-        forwards and backwards (fwl_loss.py): twice as fast and half the memory of `run`, which serves everything else.
+        For the published layer, with or without decay and packing, it is written by hand, forwards and backwards
+        (fwl_loss.py): twice as fast and half the memory of `run`, which serves everything else.
 
         Args:
             x: (B, T, D).
@@ -229,19 +229,19 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             >>> block.steps.grad.shape  # the sizes of the steps learn too
             torch.Size([6])
         """
-        if cu_seqlens is None and self._plain(weights):
+        if self._by_hand(weights):
             self._know_inputs(x)
             labels = self._checked(x, labels, weights)
-            share = weights / fwl.normalization(self.config, OPS, weights, None)
-            return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share)
+            share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
+            return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)
         return (out.loss * weights).sum() / weights.sum().clamp(min=1e-8)
 
-    def _plain(self, weights):
+    def _by_hand(self, weights):
         """Whether fwl_loss.py, which is faster, has this case."""
         c = self.config
         transformed = is_watched()
-        plain = (c.rule, c.decay, c.clip, c.refresh) == ("sum", None, None, None)
+        plain = (c.rule, c.clip, c.refresh) == ("sum", None, None)
         return plain and not weights.requires_grad and not transformed
 
     def slow_logits(self, x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""The training loss of a plain Fast Weight Layer (sum rule; no decay, clipping or packing), all of it by hand.
+"""The training loss of a published Fast Weight Layer (sum rule, no clipping), all of it by hand.
 
 The mathematics is that of fastweights/fwl.py, which runs every other case. Autograd would keep every step of the slow
 pass, its backward and the fast pass, and go through each of them once more; here matrix products have the shapes that
 matrix units like, the loss's own gradient is made while its logits are there, and what is kept is named below.
 
-With M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s, sums(v)_t = sum_{s<t} v_s and step sizes e, the fast pass is
+With M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s, sums(v)_t = sum_{s<t} v_s (fwl_memory.py, which also knows of decay and
+of packed documents) and step sizes e, the fast pass is
 
     h~ = h + M([x 1], [e x, e], -g1)                       a~ = relu(h~)^2
     y~ = a~ W2 + b2 + M(a~, a, -e g2) - sums(e g2)         n~ = norm(y~) (scale - sums(e dn xhat)) + shift - sums(e dn)
@@ -13,41 +14,21 @@ Rows are tokens, (B * T, width). In the code a variable `dx` is the gradient of 
 gradients, which the fast pass learns from, are g1, g2 and `slow_dn`, the dn above.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastweights import fwl_checks
 from fastweights.torch import cross_entropy, fwl_passes
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.fwl_memory import Kept, Shape, read_before, read_before_backward, sums
 
 
-class Shape(NamedTuple):
-    """B sequences of n chunks of C tokens, padded at their ends."""
-
-    B: int
-    n: int
-    C: int
-
-    @classmethod
-    def of(cls, B: int, T: int, C: int) -> "Shape":
-        """Chunks of at most about C tokens, alike in length and a multiple of 8, as matrix units want them."""
-        n = max(1, -(-T // C))
-        C = max(1, -(-T // n))
-        return cls(B, n, C + -C % 8)
-
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence with its padding."""
-        return self.n * self.C
-
-    def chunks(self, x: Tensor) -> Tensor:
-        """Rows (B * length, width) as chunks (B * n, C, width), a view."""
-        return x.view(self.B * self.n, self.C, x.shape[-1])
-
-
-def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -> Tensor:
-    """The mean loss of a plain Fast Weight Layer.
+def loss(
+    config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The mean loss of a published Fast Weight Layer.
 
     Args:
         config: an `FWLConfig`.
@@ -55,7 +36,10 @@ def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -
         x: (B, T, D).
         labels, weights: (B, T).
         share: (B, T), weights over the normaliser: how much of a token's gradient is learned.
+        cu_seqlens: (N + 1,) offsets of N documents packed into one row.
     """
+    if cu_seqlens is not None:
+        fwl_checks.check_packed(x, cu_seqlens)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p["dense1"].dtype
     steps = p["steps"]
@@ -70,6 +54,7 @@ def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -
     missing = shape.length - x.shape[1]
     if missing:
         labels, weights, share = (torch.nn.functional.pad(a, (0, missing)) for a in (labels, weights, share))
+    kept = Kept.of(shape, config.decay, x.shape[1], cu_seqlens, dtype, x.device)
     labels, weights, share = labels.flatten(), weights.flatten(), share.flatten()
     names = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
     with torch.autocast(device, enabled=False), torch.cuda.device_of(x):
@@ -85,6 +70,7 @@ def loss(config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor) -
             shape,
             dtype,
             config,
+            kept,
         )
 
 
@@ -97,16 +83,42 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, dense1, bias1, dense2, bias2, scale, shift, steps, E, c, labels, weights, share, shape, dtype, config
+        ctx,
+        x,
+        dense1,
+        bias1,
+        dense2,
+        bias2,
+        scale,
+        shift,
+        steps,
+        E,
+        c,
+        labels,
+        weights,
+        share,
+        shape,
+        dtype,
+        config,
+        kept,
     ):
         """The mean fast loss of a batch, and all that its gradient needs.
 
-        x is packed to whole chunks; E and c are the output embedding; share is each token's weight over the normalizer.
+        x is packed to whole chunks; E and c are the output embedding; share is each token's weight over the normalizer;
+        kept says what is left of a change at later tokens.
         """
         wide = accumulation_dtype(dtype)
         (T, D), learn = x.shape[1:], any(ctx.needs_input_grad)
         passes = passes_for(x, dtype)
-        ctx.rest = shape, T, D, E.shape[1], config, [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)]
+        ctx.rest = (
+            shape,
+            kept,
+            T,
+            D,
+            E.shape[1],
+            config,
+            [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)],
+        )
         weights, share, e, scale, shift = (y.to(wide) for y in (weights, share, steps, scale, shift))
         x1, k1 = passes.inputs(x, shape.length, e, dtype)
         W1, b1, W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
@@ -126,11 +138,10 @@ class Loss(torch.autograd.Function):
         u = g2 @ W2.mT
         v1 = passes.gate(u, h, -2.0)
         # The fast pass: each token is answered with all changes of the tokens before it.
-        memory1, A1, S1 = read_before(shape, passes, x1, k1, v1)
+        memory1, A1, S1 = read_before(shape, passes, kept, x1, k1, v1)
         h_fast, a_fast = passes.add_square(h, memory1)
-        memory2, A2, S2 = read_before(shape, passes, a_fast, a, v2)
-        ones = torch.ones(shape.C, shape.C, dtype=dtype, device=x.device).tril_(-1)
-        within, before, _ = sums(shape, passes, ones, changes)
+        memory2, A2, S2 = read_before(shape, passes, kept, a_fast, a, v2)
+        within, before, _ = sums(shape, passes, kept, changes)
         xhat_fast, rstd_fast, scale_fast, features_fast = passes.fast_normal(
             memory2.addmm_(a_fast, W2), b2, within, before, scale, shift, config.eps
         )
@@ -175,7 +186,6 @@ class Loss(torch.autograd.Function):
             dc,
             total,
             e,
-            ones,
         )
         return (losses * weights).sum() / total
 
@@ -228,19 +238,18 @@ def _backward(ctx, dloss):
         dc,
         total,
         e,
-        ones,
     ) = ctx.saved_tensors
-    shape, T, D, V, config, dtypes = ctx.rest
+    shape, kept, T, D, V, config, dtypes = ctx.rest
     passes, size, ratio = passes_for(h, h.dtype), config.size, dloss / total
 
     # the fast pass
     three = passes.fast_backward(dfeatures, ratio, xhat_fast, rstd_fast, scale_fast)
-    within, after, (db2, dscale, dshift) = sums(shape, passes, ones.mT, three, reverse=True)
+    within, after, (db2, dscale, dshift) = sums(shape, passes, kept, three, reverse=True)
     dy = three[:, :size]
-    da_fast, da, dv2 = read_before_backward(shape, passes, dy, a_fast, a, v2, A2, S2)
+    da_fast, da, dv2 = read_before_backward(shape, passes, kept, dy, a_fast, a, v2, A2, S2)
     dW2 = (a_fast.mT @ dy).to(e.dtype)
     dh = passes.gate(da_fast.addmm_(dy, W2.mT), h_fast, 2.0, out=da_fast)
-    dx, dk1, dv1 = read_before_backward(shape, passes, dh, x1, k1, v1, A1, S1)
+    dx, dk1, dv1 = read_before_backward(shape, passes, kept, dh, x1, k1, v1, A1, S1)
     dwords, dc = dwords * ratio, dc * ratio
 
     # what the gradients, as values, were made of
@@ -262,7 +271,7 @@ def _backward(ctx, dloss):
     dx = dx.addmm_(dh, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
     found = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
     found_as = [y.to(d) for y, d in zip(found, dtypes, strict=True)]
-    return *found_as, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 6
+    return *found_as, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 7
 
 
 def passes_for(x: Tensor, dtype: torch.dtype) -> Any:
@@ -272,46 +281,3 @@ def passes_for(x: Tensor, dtype: torch.dtype) -> Any:
     from fastweights.torch.kernels import fwl
 
     return fwl
-
-
-def read_before(shape: Shape, passes: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M(q, k, v), and what its backward needs: A (within chunks) and S (B * n, K, V), the memory before each chunk."""
-    rows = len(q)
-    q, k, v = (shape.chunks(x) for x in (q, k, v))
-    A = torch.bmm(q, k.mT).tril_(-1)
-    o, S = torch.bmm(A, v), q.new_empty(0)
-    if shape.n > 1:
-        S = torch.bmm(k.mT, v)
-        passes.exclusive(S.view(shape.B, shape.n, -1), False)
-        o.baddbmm_(q, S)
-    return o.view(rows, -1), A, S
-
-
-def read_before_backward(shape, passes, do, q, k, v, A, S):
-    """Gradients of q, k and v, from the gradient do of what `read_before` returned and from A and S that it kept."""
-    rows = len(q)
-    do, q, k, v = (shape.chunks(x) for x in (do, q, k, v))
-    P = torch.bmm(do, v.mT).tril_(-1)
-    dq, dk, dv = torch.bmm(P, k), torch.bmm(P.mT, q), torch.bmm(A.mT, do)
-    if shape.n > 1:
-        dq.baddbmm_(do, S.mT)
-        dS = torch.bmm(q.mT, do)
-        passes.exclusive(dS.view(shape.B, shape.n, -1), True)
-        dk.baddbmm_(v, dS.mT)
-        dv.baddbmm_(k, dS)
-    return dq.view(rows, -1), dk.view(rows, -1), dv.view(rows, -1)
-
-
-def sums(
-    shape: Shape, passes: Any, ones: Tensor, v: Tensor, reverse: bool = False
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """sums(v) for v (N, 3 size) in two parts: within chunks, and (B * n, 3 size) of all chunks before.
-
-    ones: a triangle of them.  In reverse, of the tokens and chunks after.  Also the sum of all, in three.
-    """
-    chunks = shape.chunks(v)
-    within = torch.bmm(ones.expand(len(chunks), -1, -1), chunks)
-    whole = chunks.sum(1, dtype=accumulation_dtype(v))
-    every = whole.sum(0).split(v.shape[1] // 3)
-    passes.exclusive(whole.view(shape.B, shape.n, -1), reverse)
-    return within.view(v.shape), whole, every
