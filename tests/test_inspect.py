@@ -316,6 +316,7 @@ def test_models_of_others(place, inspect):
     assert [m["key"] for m in found["modes"]] == ["static", "fast"]
     assert found["memories"] == []
     assert [c["kind"] for c in found["figures"]["curves"]] == ["losses", "steps"]
+    assert found["figures"]["curves"][1]["figure"]["layout"]["yaxis"]["rangemode"] == "tozero"
 
 
 def test_errors_say_what_is_wrong(place, inspect):

@@ -100,13 +100,13 @@ class View {
     const bits = d.modes.map(m => `${m.label} ${number(m.bits, 3)}`).join(", ");
     place.append(make("section", { "aria-labelledby": `${id}-name` },
       make("h2", { id: `${id}-name` }, d.name),
-      make("p", {}, `${whole(d.tokens)} tokens, ${whole(d.bytes)} bytes of ${d.file}; ${d.memories.length} memories. Bits per byte: ${bits}.`),
+      make("p", {}, `${whole(d.tokens)} tokens, ${whole(d.bytes)} bytes of ${d.file}${d.memories.length ? `; ${d.memories.length} memories` : ""}. Bits per byte: ${bits}.`),
       make("fieldset", {}, make("legend", {}, "Surprise with"), ...radios),
       this.sentence,
       make("div", { class: "scale" }, make("span", { class: "whole" }, "0 bits"), make("i"), `${number(d.quantiles[4], 1)} bits and more. ` +
         `Half of the tokens cost less than ${number(d.quantiles[2], 1)}.`),
-      make("p", { class: "about", id: `${id}-keys` }, "The stronger its colour, the less a token was expected. Click one, or move with the arrow keys, " +
-        "to see where its prediction came from (underlined) and what its write took out (outlined)."),
+      make("p", { class: "about", id: `${id}-keys` }, "The stronger its colour, the less a token was expected. Click one, or move with the arrow keys, to see " +
+        (this.followed.length ? "where its prediction came from (underlined) and what its write took out (outlined)." : "what it cost.")),
       make("div", { class: "look" }, this.box, this.detail),
       ...this.charts(id), ...this.table()));
     this.setMode(this.mode);

@@ -149,6 +149,8 @@ def plotly_curves(lines: list[Curve], title: str) -> Any:
     for c in lines:
         style = dict(color=COLOURS[c.group % len(COLOURS)], dash=DASHES[c.member % len(DASHES)], width=1.6)
         made.add_trace(go.Scatter(x=c.x, y=c.y.astype(np.float32), name=c.name, mode="lines", line=style))
+    if title == LAYERS["steps"]:  # clipped steps are all alike but for rounding, which is not to fill the picture
+        made.update_yaxes(rangemode="tozero")
     return made.update_layout(xaxis_title="token", yaxis_title=title, margin=dict(l=60, r=10, t=10, b=40))
 
 
@@ -181,6 +183,8 @@ def _matplotlib(shown, title):
             colour, dash = COLOURS[c.group % len(COLOURS)], ("-", "--", ":", "-.")[c.member % 4]
             axes.plot(c.x, c.y, label=c.name, linewidth=1, color=colour, linestyle=dash)
         axes.set_ylabel(title)
+        if title == LAYERS["steps"]:
+            axes.set_ylim(bottom=0)
         if len(shown) > 1:
             made.legend(frameon=False, fontsize=7, loc="outside right center")
     axes.set_xlabel("token")
