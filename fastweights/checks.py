@@ -16,6 +16,11 @@ def log_method(method, why, inputs, spec):
     """Say at level DEBUG which method computes a call, and why: `logging.getLogger("fastweights").setLevel("DEBUG")`.
 
     The line comes with every call, or whenever it is traced where a framework compiles it.
+
+    Args:
+        method: "recurrent", "chunked" or "kernel".
+        why: it was taken.
+        inputs, spec: of the call.
     """
     if LOG.isEnabledFor(logging.DEBUG):
         others = ("beta", "log_decay", "erase", "state", "cu_seqlens", "mask")
@@ -248,7 +253,14 @@ def _called(name, layer):
 
 
 def scan_layer(name, layer, tree, did):
-    """Raise where an array in what a layer was given, or returned, holds NaN or infinity."""
+    """Raise where an array in what a layer was given, or returned, holds NaN or infinity.
+
+    Args:
+        name: of the layer in the model.
+        layer: whose class is named in the message.
+        tree: arrays, tuples and dicts of them.
+        did: what the layer did with them, for the message.
+    """
     import numpy as np
 
     for x in _arrays(tree):

@@ -201,7 +201,13 @@ def unit(x, eps, xp, nn):
 def normalise(x, norm, xp, nn, *, positive=False):
     """x / sum |x_j| (sum), x / |x| (l2), x / max |x_j| (max), sign(x) sqrt(|x| / sum |x_j|) (hellinger), or x (none).
 
-    Over the last axis; zero stays zero. positive: no feature is negative, so |x_j| is x_j.
+    Over the last axis; zero stays zero.
+
+    Args:
+        x: (..., K) features.
+        norm: "sum", "l2", "max", "hellinger" or "none".
+        xp, nn: the framework's arrays and functions.
+        positive: no feature is negative, so |x_j| is x_j.
     """
     size = (lambda y: y) if positive else xp.abs
     if norm == "sum":

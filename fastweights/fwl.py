@@ -36,7 +36,15 @@ def slow_pass(config, ops, p, x):
 
 
 def slow_backward(config, ops, p, slow, dn):
-    """Gradients at the outputs of both dense layers and of scale and shift, per token, from that of n (B, T, size)."""
+    """Gradients at the outputs of both dense layers and of scale and shift, per token, from that of n (B, T, size).
+
+    Args:
+        config: arguments of the block.
+        ops: what the framework brings.
+        p: parameters by name.
+        slow: what the slow pass returned.
+        dn: (B, T, size), the gradient at its features.
+    """
     dxhat = dn * p["scale"]
     mean = lambda y: ops.xp.sum(y, -1)[..., None] / config.size  # noqa: E731
     g2 = (dxhat - mean(dxhat) - slow.xhat * mean(dxhat * slow.xhat)) / slow.std
@@ -45,7 +53,16 @@ def slow_backward(config, ops, p, slow, dn):
 
 
 def write(config, ops, p, x, slow, dn):
-    """Keys and values of the three memories for the gradient dn of the slow features: ((k, v), (k, v), (k, v))."""
+    """Keys and values of the three memories for the gradient dn of the slow features: ((k, v), (k, v), (k, v)).
+
+    Args:
+        config: arguments of the block.
+        ops: what the framework brings.
+        p: parameters by name.
+        x: (B, T, D), inputs of the block.
+        slow: what the slow pass returned.
+        dn: (B, T, size), the gradient at its features.
+    """
     xp = ops.xp
     gradients = slow_backward(config, ops, p, slow, dn)
     keys: Any = (x, slow.a)
@@ -78,7 +95,19 @@ def read(config, ops, p, x, slow, memory):
 
 
 def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=None, cu_seqlens=None, logits=True):
-    """FWLOutput for x (B, T, D), labels (B, T) and weights (B, T); without logits, only losses."""
+    """FWLOutput for x (B, T, D), labels (B, T) and weights (B, T); without logits, only losses.
+
+    Args:
+        config: arguments of the block.
+        ops: what the framework brings.
+        p: parameters by name.
+        x: (B, T, D), output of a causal body.
+        labels, weights: (B, T).
+        state: of an earlier call, or None.
+        previous_label: (B,), label of the token that waits in the state, or None.
+        cu_seqlens: (N + 1,) offsets of packed documents, or None.
+        logits: whether they are wanted.
+    """
     if previous_label is not None:
         state = learn_waiting(config, ops, p, previous_label, state)
     slow = slow_pass(config, ops, p, x)
@@ -101,7 +130,16 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
 
 
 def step(config, ops, p, x, label, weight, state):
-    """(logits (B, V), state) for one token x (B, D).  label, weight (B,): of the token before it."""
+    """(logits (B, V), state) for one token of each sequence.
+
+    Args:
+        config: arguments of the block.
+        ops: what the framework brings.
+        p: parameters by name.
+        x: (B, D), features of one token of each sequence.
+        label, weight: (B,), of the token before it.
+        state: what the last call returned.
+    """
     written, how = waiting(config, ops, p, label, weight, state)
     after = [None, None, None]
 
@@ -133,7 +171,16 @@ def waiting(config, ops, p, label, weight, state):
 
 
 def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seqlens=None):
-    """One memory: write (k, v) token by token and answer q.  writes, ages (B, T): whether a token writes and decays."""
+    """One memory: write (k, v) token by token and answer q.
+
+    Args:
+        config, ops: arguments of the block, and what the framework brings.
+        q, k, v: (B, T, .), what is asked, and the keys and values to write.
+        state: the memory before the first token.
+        writes, ages: (B, T), whether a token writes, and whether the memory decays with it.
+        read: "before" or "after" the write.
+        cu_seqlens: (N + 1,) offsets of packed documents, or None.
+    """
     xp = ops.xp
     rule, beta, log_decay = config.rule if k.shape[-1] > 1 else "sum", None, None
     if rule == "delta":  # the same outer product of a key of length 1, so that a write can replace what it retrieves
@@ -194,7 +241,14 @@ def normalization(config, ops, weights, cu_seqlens):
 
 
 def plain_head(ops, n, unembed, bias, labels):
-    """(loss, its gradient at n) per token, with the whole vocabulary at once."""
+    """(loss, its gradient at n) per token, with the whole vocabulary at once.
+
+    Args:
+        ops: what the framework brings.
+        n: (B, T, size), features.
+        unembed, bias: output embedding.
+        labels: (B, T), or one-hot.
+    """
     xp = ops.xp
     logits = ops.wide(n @ unembed + bias)
     logits = logits - xp.amax(logits, -1)[..., None]

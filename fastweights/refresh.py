@@ -65,7 +65,15 @@ def initial(config, inputs, batch, zeros):
 
 
 def fast_weights(config, ops, p, learned, x):
-    """The parameters p with what was learned added to the six tensors that learn, one set per sequence."""
+    """The parameters p with what was learned added to the six tensors that learn, one set per sequence.
+
+    Args:
+        config: arguments of the block.
+        ops: what the framework brings.
+        p: parameters by name.
+        learned: the first three fields of a RefreshState.
+        x: whose width and dtype they get.
+    """
     dense1, dense2, norm = (ops.xp.squeeze(S, 1) for S in learned)  # views: to slice would cost the backward pass more
     D, F, size = x.shape[-1], config.hidden_width, config.size
     dense1, bias1 = ops.split(dense1, (D, 1), 1)
@@ -204,7 +212,13 @@ def _as_wide(mask, y):
 
 
 def labelled(config, ops, state, label, weight):
-    """The state once the label (B,) of each sequence's newest token is known; a label that was known stays."""
+    """The state once the label (B,) of each sequence's newest token is known; a label that was known stays.
+
+    Args:
+        config, ops: arguments of the block, and what the framework brings.
+        state: a RefreshState.
+        label, weight: (B,), of each sequence's newest token.
+    """
     newest = ops.arange(config.refresh, state.shares)[None, :] == state.waiting[:, None] - 1
     unknown = newest & (state.shares == 0)
     labels = ops.xp.where(unknown, ops.cast(label, state.labels)[:, None], state.labels)

@@ -29,7 +29,13 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def save(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
-    """The head for use, and one file to go on from: head, optimiser and step together. The one before is kept."""
+    """The head for use, and one file to go on from: head, optimiser and step together. The one before is kept.
+
+    Args:
+        trainer: the head, its optimiser and its place in the documents.
+        folder: of the head.
+        about: what it is, for JSON.
+    """
     save_attached(trainer.model, folder)
     slots = trainer.optimizer.state_dict()["state"]
     tensors = {f"{i}.{name}": torch.as_tensor(x) for i, values in slots.items() for name, x in values.items()}
@@ -39,7 +45,13 @@ def save(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
 
 
 def restore(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
-    """The head, the optimiser and the place in the documents; what the head knew of them is forgotten."""
+    """The head, the optimiser and the place in the documents; what the head knew of them is forgotten.
+
+    Args:
+        trainer: to fill.
+        folder: of the head.
+        about: what it must be, or it is refused.
+    """
     there = [folder / name for name in (OPTIMIZER, PREVIOUS) if (folder / name).exists()]
     if not there:
         raise FastWeightError(f"{folder} has no {OPTIMIZER}; expected a folder that `fastweights hf adapt` began")

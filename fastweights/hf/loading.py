@@ -75,7 +75,13 @@ def _check_size(config: Any, file: Path) -> None:
 
 
 def read_text(tokenizer: Any, name: str, data: bytes) -> Text:
-    """A text with its tokens and the bytes that each stands for. Bytes that are not UTF-8 become U+FFFD."""
+    """A text with its tokens and the bytes that each stands for. Bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+        tokenizer: of the model.
+        name: of the text, for tables.
+        data: its bytes.
+    """
     text = data.decode("utf-8", "replace")
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     if not found["input_ids"]:
@@ -89,7 +95,13 @@ def read_text(tokenizer: Any, name: str, data: bytes) -> Text:
 
 
 def read_file(tokenizer: Any, path: Path, limit: int = 0) -> Text:
-    """A file as a `Text`; the first `limit` bytes of it where that is not 0."""
+    """A file as a `Text`; the first `limit` bytes of it where that is not 0.
+
+    Args:
+        tokenizer: of the model.
+        path: of the file.
+        limit: bytes to read from its start; 0 for all.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -238,7 +238,14 @@ def call_body(model: Any, tokens: Tensor, state: Any, keep: int = 0) -> tuple[Te
 
 
 def gradient_statistics(model: Any, tokenizer: Any, data: str, window: int) -> GradientStatistics:
-    """Of windows of training text, the same each time."""
+    """Of windows of training text, the same each time.
+
+    Args:
+        model: whose weights will be trained on a text.
+        tokenizer: of the model.
+        data: documents, as `fastweights train --data` takes them.
+        window: tokens of a batch's row.
+    """
     documents = [row_of(tokenizer, text) for text in read_corpus(tokenizer, data)]
     rng, rows = np.random.default_rng(0), []
     for _ in range(STATISTICS):

@@ -20,13 +20,27 @@ BLOCK = 2**25  # logits held at a time
 
 
 def head(n: Array, E: Array, c: Array, labels: Array) -> tuple[Array, Array]:
-    """Loss (...) per token in float32 or wider and its gradient at n (..., size), for labels (...)."""
+    """Loss (...) per token in float32 or wider and its gradient at n (..., size), for labels (...).
+
+    Args:
+        n: (..., size), features.
+        E: (size, V), output embedding.
+        c: (V,), its bias.
+        labels: (...), integers.
+    """
     loss, r = _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _width(n, E), True)
     return loss.reshape(labels.shape), r.reshape(n.shape)
 
 
 def loss(n: Array, E: Array, c: Array, labels: Array) -> Array:
-    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...)."""
+    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...).
+
+    Args:
+        n: (..., size), features.
+        E: (size, V), output embedding.
+        c: (V,), its bias.
+        labels: (...), integers.
+    """
     return _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _width(n, E), False)[0].reshape(labels.shape)
 
 
@@ -46,7 +60,16 @@ def _width(n, E):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _head(n, E, c, labels, width, want_r):
-    """(loss (N,), r (N, size)) for n (N, size), E (size, V), c (V,), labels (N,); r is empty when not wanted."""
+    """(loss (N,), r (N, size)) for n (N, size), E (size, V), c (V,), labels (N,); r is empty when not wanted.
+
+    Args:
+        n: (N, size), features.
+        E: (size, V), output embedding.
+        c: (V,), its bias.
+        labels: (N,), integers.
+        width: words of a block of the vocabulary.
+        want_r: whether r, the mean of the words under the model, is wanted for a gradient at n.
+    """
     return _forward(n, E, c, labels, width=width, want_r=want_r)[:2]
 
 

@@ -159,7 +159,13 @@ class FWLBlock(nn.Module):
         )
 
     def loss(self, x: Array, labels: Array, weights: Array, *, cu_seqlens: Array | None = None) -> Array:
-        """The training loss, the weighted mean over tokens, without ever holding the logits."""
+        """The training loss, the weighted mean over tokens, without ever holding the logits.
+
+        Args:
+            x: (B, T, D), output of a causal body.
+            labels, weights: (B, T); `make_labels` makes both.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row.
+        """
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
         weights = jnp.asarray(weights, out.loss.dtype)
         return jnp.sum(out.loss * weights) / jnp.maximum(jnp.sum(weights), 1e-8)

@@ -210,6 +210,11 @@ def _pack(offsets, T, C):
 
     A sequence of n tokens takes (n + C - 1) // C chunks, all of them at most (T + N (C - 1)) // C; those left over are
     the last sequence's, and all padding.
+
+    Args:
+        offsets: (N + 1,) cu_seqlens.
+        T: tokens of the row.
+        C: tokens of a chunk.
     """
     N = len(offsets) - 1
     start, stop = offsets[:-1], offsets[1:]
@@ -250,7 +255,14 @@ def _keep(mask, x):
 
 
 def _scan(move, state, xs, packing):
-    """S, o = move(S, x) along the first axis of xs; a packed sequence starts from its own state and leaves its own."""
+    """S, o = move(S, x) along the first axis of xs; a packed sequence starts from its own state and leaves its own.
+
+    Args:
+        move: (S, x) -> (S, o).
+        state: before the first chunk.
+        xs: what is read, the chunks along the first axis.
+        packing: where packed sequences start and end, or None.
+    """
     if packing is None:
         return lax.scan(move, state, xs)
 

@@ -20,14 +20,28 @@ Tensor = Any  # of the backend in use
 
 
 def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss (...) per token in float32 or wider and its gradient at n (..., size), for labels (...)."""
+    """Loss (...) per token in float32 or wider and its gradient at n (..., size), for labels (...).
+
+    Args:
+        n: (..., size), features.
+        E: (size, V), output embedding.
+        c: (V,), its bias.
+        labels: (...), integers.
+    """
     both = _head(n, E, c, labels, want_r=True)
     r = ops.reshape(ops.cast(both[:, 1:], n.dtype), ops.shape(n))
     return ops.reshape(both[:, 0], ops.shape(labels)), r
 
 
 def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
-    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...)."""
+    """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...).
+
+    Args:
+        n: (..., size), features.
+        E: (size, V), output embedding.
+        c: (V,), its bias.
+        labels: (...), integers.
+    """
     return ops.reshape(_head(n, E, c, labels, want_r=False)[:, 0], ops.shape(labels))
 
 

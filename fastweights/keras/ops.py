@@ -218,6 +218,11 @@ def _pack(offsets, T, C):
 
     A sequence of n tokens takes (n + C - 1) // C chunks, all of them at most (T + N (C - 1)) // C; those left over are
     the last sequence's, and all padding.
+
+    Args:
+        offsets: (N + 1,) cu_seqlens.
+        T: tokens of the row.
+        C: tokens of a chunk.
     """
     N = ops.shape(offsets)[0] - 1
     start, stop = offsets[:-1], offsets[1:]

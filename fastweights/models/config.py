@@ -47,7 +47,13 @@ MOST = 2**40
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise unless a field's value, which may come from a file, is of its type; whole numbers are numbers too."""
+    """Raise unless a field's value, which may come from a file, is of its type; whole numbers are numbers too.
+
+    Args:
+        name: of the field.
+        value: that it was given.
+        kind: its type, as the dataclass says.
+    """
     if kind == (bool | None):  # a switch that may be left to us
         if value is None:
             return
