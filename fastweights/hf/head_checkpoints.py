@@ -50,7 +50,7 @@ def restore(trainer: HeadTrainer, folder: Path, about: dict[str, Any]) -> None:
     Args:
         trainer: to fill.
         folder: of the head.
-        about: what it must be, or it is refused.
+        about: what is known of the training; its history is cut to the steps before the checkpoint.
     """
     there = [folder / name for name in (OPTIMIZER, PREVIOUS) if (folder / name).exists()]
     if not there:
