@@ -254,6 +254,9 @@ def prepare(x, spec, xp, inverse=inverse):
     return Chunk(x.q * xp.exp(log_r), A, U, W, kT * xp.swapaxes(to_end, -1, -2), g)
 
 
+FORGETS = -104.0  # log_decay below it is as good: its exp is 0 in float32, and sums of it stay small and finite
+
+
 def _decay_of_heads(x, offset, xp):
     """What a chunk needs to know of its decay, one per head: (log_g, log_r, to_end, products).
 
@@ -263,8 +266,9 @@ def _decay_of_heads(x, offset, xp):
     offset and offset for queries, -1 and 0 for keys.
     """
     past = _pairs(x, xp, lambda i, j: i >= j)
-    log_g = xp.sum(xp.where(past, x.log_decay[..., None, :], 0.0), -1)[..., None]  # keras.ops.cumsum loses float64
-    log_r = log_g + offset * x.log_decay[..., None]
+    log_a = xp.where(x.log_decay < FORGETS, FORGETS, x.log_decay)
+    log_g = xp.sum(xp.where(past, log_a[..., None, :], 0.0), -1)[..., None]  # keras.ops.cumsum loses float64
+    log_r = log_g + offset * log_a[..., None]
 
     def products(m, last, seen):
         log_m = log_r if seen == offset else log_g

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastweights.core import TOKENS, Inputs, refuses_chunks
+from fastweights.core import FORGETS, TOKENS, Inputs, refuses_chunks
 from fastweights.torch import channel_decay, dtypes, methods
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import Method, add, state_shape
@@ -107,7 +107,7 @@ class Segment:
             self.queries, self.keys = decay.queries(q), decay.keys(erase)
         else:
             if log_decay is not None:
-                log_a = chunks.take(log_decay[..., None], a, b)
+                log_a = chunks.take(log_decay[..., None], a, b).clamp_min(FORGETS)
                 log_g = log_a.cumsum(-2)
                 log_read = log_g - log_a if spec.before else log_g
                 self.to_end = (log_g[:, -1:] - log_g).exp_()
