@@ -33,7 +33,8 @@ def test_every_command_exists():
 
 
 @pytest.mark.parametrize("name, keys", [
-    ("fuzz", ("files", "failed")), ("properties", ("cases", "failed")), ("soak", ("tokens",)), ("steps", ("steps",)),
+    ("fuzz", ("files", "failed")), ("properties", ("cases", "failed")),
+    ("layers", ("cases", "failed")), ("soak", ("tokens",)), ("steps", ("steps",)),
 ])  # fmt: skip
 def test_figures_are_those_of_the_files(name, keys):
     figures = json.loads((FIGURES / f"{name}.json").read_text())
