@@ -94,6 +94,8 @@ class Pass:
         by_chunk = lambda y: y.view(self.B, self.n, self.C).transpose(0, 1).contiguous()  # noqa: E731
         self.labels, self.share, self.weights = (by_chunk(y) for y in (rows.labels, rows.share, rows.weights))
         self.ones = torch.ones(self.B * self.C, dtype=self.wide, device=rows.x.device)
+        self.kept = rows.kept.to(rows.x.dtype)[..., None, None]  # (B, n, 1, 1)
+        self.learning = self.L - self.C  # tokens of chunks that are learned from: all but the last
 
     def forward(self) -> Tensor:
         """Losses (B, L) of every token by the weights as they were before its chunk."""
@@ -259,15 +261,17 @@ class Pass:
         )
 
     def _new(self, width, length=None, dtype=None):
-        """Zeros (B, L, width): the last chunk writes nothing, and masks do not take away what is not a number."""
-        return self.rows.x.new_zeros(self.B, length or self.L, width, dtype=dtype)
+        """Room for (B, L, width); 0 in the last chunk, which writes nothing, since masks do not take away a NaN."""
+        out = self.rows.x.new_empty(self.B, length or self.L, width, dtype=dtype)
+        out[:, self.learning if length is None else length - 1 :] = 0
+        return out
 
     def _here(self, c):
         return slice(c * self.C, (c + 1) * self.C)
 
     def _kept(self, x):
         """x (B, L, width) times what is left of the carried weights in each chunk."""
-        return (x.unflatten(1, (self.n, self.C)) * self.rows.kept[..., None, None].to(x.dtype)).flatten(1, 2)
+        return (x.unflatten(1, (self.n, self.C)) * self.kept).flatten(1, 2)
 
     def _masked(self, scores):
         """scores (B, L, L) of all tokens, those of earlier chunks of the same document; in place."""
@@ -298,14 +302,14 @@ class Pass:
         y = torch.bmm(a, self.w.W2.expand(self.B, -1, -1))
         if self.rows.S2 is None:
             return y
-        return y.baddbmm_(a * self.rows.kept[:, c, None, None].to(a.dtype), self.rows.S2)
+        return y.baddbmm_(a * self.kept[:, c], self.rows.S2)
 
     def _back(self, g, c):
         """g (B, C, E) times the same, transposed."""
         u = torch.bmm(g, self.w.W2.mT.expand(self.B, -1, -1))
         if self.rows.S2 is None:
             return u
-        return u.baddbmm_(g * self.rows.kept[:, c, None, None].to(g.dtype), self.rows.S2.mT)
+        return u.baddbmm_(g * self.kept[:, c], self.rows.S2.mT)
 
 
 def _add(out, a, b):
