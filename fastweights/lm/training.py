@@ -23,6 +23,7 @@ from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.models.mixers import Documents
 from fastweights.torch.devices import copied, matrix_peak, pick_device
+from fastweights.torch.fwl_train import unfit
 from fastweights.torch.tree import map_tensors
 
 VALID_TOKENS = 32_768
@@ -204,7 +205,7 @@ class Trainer:
         states, at = self.start(resume)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
         lines = log.Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
-        lines.say(f"On {self.machine()}: blocks {self.how}")
+        lines.say(f"On {self.machine()}: blocks {self.how}{self.fast_form()}")
         clock = log.Clock(len(self.batches[0]) * c.length, self.flop_per_token(), ranks.world * self.peak())
         done, waiting = self.done(step, before), list[tuple[int, Tensor]]()
         with lines, interruptible() as signals:
@@ -253,6 +254,16 @@ class Trainer:
         device = self.ranks.device
         name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
         return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
+
+    def fast_form(self) -> str:
+        """How the Fast Weight Layer is trained, to log; nothing where there is none."""
+        if self.model.fast is None:
+            return ""
+        reason = unfit(self.model.fast.config, self.ranks.device.partition(":")[0], self.config.length)
+        form = (
+            "by products with earlier tokens, captured" if reason is None else f"with weights per document ({reason})"
+        )
+        return f"; Fast Weight Layer {form}"
 
     def flop_per_token(self) -> int:
         """Of a training step: 6 per parameter that is trained. The memory's own arithmetic is not counted."""

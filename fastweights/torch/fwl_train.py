@@ -44,25 +44,30 @@ class Layout(NamedTuple):
     kept: Tensor
 
 
-def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed: bool) -> str | None:
-    """Why `objective` cannot serve these arguments, or None."""
+def unfit(config: FWLConfig, device: str, length: int) -> str | None:
+    """Why rows of `length` tokens are trained in another way on this kind of device, or None."""
     if config.refresh is None:
         return "the layer is not refreshed"
     if config.within != "held":
         return f"within is {config.within!r}"
-    if packed and config.normalizer == "sequence":
-        return "normalizer is 'sequence' and rows hold several documents"
+    if device not in DEVICES:
+        return f"weights per document are as fast on this device ({device})"
+    if length + config.refresh > LONGEST:
+        return f"rows are longer than {LONGEST} tokens"
+    return None
+
+
+def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed: bool) -> str | None:
+    """Why `objective` cannot serve these arguments, or None."""
     if not torch.is_grad_enabled():
         return "nothing is differentiated"
     if is_watched() or has_modes():
         return "the call is traced"
-    if x.device.type not in DEVICES:
-        return f"weights per document are as fast on this device ({x.device.type})"
+    if packed and config.normalizer == "sequence":
+        return "normalizer is 'sequence' and rows hold several documents"
     if weights.requires_grad or (state is not None and any(y.requires_grad for y in state)):
         return "weights or the state have gradients"
-    if x.shape[1] + config.refresh > LONGEST:
-        return f"rows are longer than {LONGEST} tokens"
-    return None
+    return unfit(config, x.device.type, x.shape[1])
 
 
 def objective(
