@@ -191,8 +191,10 @@ def _sum_rows(parts, total, rows, N: tl.constexpr, BR: tl.constexpr, BN: tl.cons
 def sum_rows(plan: Plan, parts: Slot, total: Slot) -> None:
     """total = the sum of parts over all axes but as many of the last as total has numbers."""
     N = total.numel()
+    rows, columns, warps = (32, 32, 4) if N > 1024 else (256, 16, 8)  # few columns: few programs, each of many rows
     if N:
-        plan.launch(_sum_rows, (-(-N // 32),), (parts, total), (parts.numel() // N,), (N, 32, 32), num_warps=4)
+        plan.launch(_sum_rows, (-(-N // columns),), (parts, total), (parts.numel() // N,), (N, rows, columns),
+                    num_warps=warps)  # fmt: skip
 
 
 def backward(dy, dlast, x, weight, before):
