@@ -161,11 +161,11 @@ def state_shape(inputs: Inputs, spec: Spec) -> tuple[Any, ...]:
 
 def of_text(text):
     """The Spec that an operator was given as text."""
+    if torch.compiler.is_compiling():  # a traced pass must not change what lies outside of it, nor depend on it
+        return Spec.parse(text)
     spec = _specs.get(text)
     if spec is None:
-        spec = Spec.parse(text)
-        if not torch.compiler.is_compiling():  # a traced backward pass must not change what lies outside of it
-            _specs[text] = spec
+        spec = _specs[text] = Spec.parse(text)
     return spec
 
 
