@@ -105,6 +105,17 @@ def test_what_it_does_not_serve_goes_the_general_way(monkeypatch):
     assert "cpu" in reason(make(refresh=4))
 
 
+def test_the_loss_of_a_block_is_the_same_either_way(monkeypatch):
+    block, found = make(refresh=4, normalizer="batch"), []
+    x, labels, weights, _, _ = problem(block, 9, [], False)
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(fwl_train, "DEVICES", devices)
+        loss = block.loss(x, labels, weights)
+        found.append([loss, *torch.autograd.grad(loss, [x, *block.parameters()])])
+    for a, b in zip(*found, strict=True):
+        assert_close(a.detach().numpy(), b.detach().numpy())
+
+
 def test_a_model_trains_the_same_either_way(monkeypatch):
     """Three steps of plain descent with carried memory: the same losses, and the same state at the end."""
     settings = config.Config(dim=16, heads=2, depth=1, head="fwl", refresh=4, length=11, batch=2)

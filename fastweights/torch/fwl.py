@@ -13,7 +13,7 @@ from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
 from fastweights.refresh import RefreshState, check_state, labelled
-from fastweights.torch import fwl_loss, held, refresh
+from fastweights.torch import fwl_loss, fwl_train, held, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.tracing import is_watched
@@ -234,20 +234,22 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             labels = self._checked(x, labels, weights)
             share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
             return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
+        total = weights.sum().clamp(min=1e-8)
+        if cu_seqlens is None and not fwl_train.refuses(self.config, x, weights, None, packed=False):
+            self._know_inputs(x)
+            labels = self._checked(x, labels, weights)
+            return fwl_train.objective(self.config, self._weights(), x, labels, weights).value / total
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)
-        return (out.loss * weights).sum() / weights.sum().clamp(min=1e-8)
+        return (out.loss * weights).sum() / total
 
     def _by_hand(self, weights):
         """Whether fwl_loss.py, which is faster, has this case."""
         c = self.config
-        transformed = is_watched()
         plain = (c.rule, c.clip, c.refresh) == ("sum", None, None)
-        return plain and not weights.requires_grad and not transformed
+        return plain and not weights.requires_grad and not is_watched()
 
     def slow_logits(self, x: Tensor) -> Tensor:
-        """Logits (B, T, V) of the parameters as they are, that have learned nothing from the document. x is (B, T,
-        D).
-        """
+        """Logits (B, T, V) of the parameters as they are, which learned nothing from the document, for x (B, T, D)."""
         self._know_inputs(x)
         p = self._weights()
         return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
