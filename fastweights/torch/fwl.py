@@ -244,8 +244,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
     def _by_hand(self, weights):
         """Whether fwl_loss.py, which is faster, has this case."""
-        c = self.config
-        plain = (c.rule, c.clip, c.refresh) == ("sum", None, None)
+        plain = (self.config.rule, self.config.clip, self.config.refresh) == ("sum", None, None)
         return plain and not weights.requires_grad and not is_watched()
 
     def slow_logits(self, x: Tensor) -> Tensor:
@@ -263,9 +262,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def init_state(self, batch: int) -> Any:
         """The state before the first token of `batch` sequences, for `step`: nothing learned, nothing waiting."""
         if self.has_uninitialized_params():
-            raise FastWeightError(
-                "inputs is not known yet; expected FWLBlock(..., inputs=D) or one call before init_state"
-            )
+            raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or a call before this")
         c, like = self.config, self.scale
         inputs = self.dense1.shape[0]
         if c.refresh is not None:
