@@ -165,8 +165,10 @@ def mix(config, ops, q, k, v, beta, memory, z, projection, how, write=None):
     if config.maps_inside:
         how = how | dict(features=config.features, norm=config.feature_norm)
     else:
-        of_q = "max" if attention and projection is not None else config.feature_norm  # its factor cancels: o / (z . q)
-        q = ops.feature_map(q, config.features, norm=of_q, projection=projection)
+        query_norm = (
+            "max" if attention and projection is not None else config.feature_norm
+        )  # its factor cancels: o / (z . q)
+        q = ops.feature_map(q, config.features, norm=query_norm, projection=projection)
         k = ops.feature_map(k, config.features, norm=config.feature_norm, projection=projection)
     if config.groups != config.heads:
         q, k = (ops.repeat(x, config.heads // config.groups, 2) for x in (q, k))

@@ -107,6 +107,6 @@ def test_devices():
 
 
 def test_there_is_one_writer_of_files():
-    writes = re.compile(r"os\.(replace|rename)\(|import tempfile|\.rename\(")
+    writes = re.compile(r"os\.(replace|rename)\(|import tempfile|\.rename\(|temp\w*\.replace\(|\.part\"")
     found = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if writes.search(p.read_text())}
     assert found == {"files.py"}

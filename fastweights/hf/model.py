@@ -271,7 +271,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             unembed = self.lm_head.weight
             if documents is None:
                 return head(x, tokens, unembed, mask=mask, state=state, learn=self.config.adapt)
-            rows = documents.apart(x), documents.apart(tokens)
+            rows = documents.to_rows(x), documents.to_rows(tokens)
             entered = head.init_state(len(x)) if state is None else state
             y, after = head(
                 *rows,
@@ -280,7 +280,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 state=map_tensors(documents.enter, entered),
                 learn=self.config.adapt,
             )
-            return documents.together(y), map_tensors(documents.leave, after)
+            return documents.from_rows(y), map_tensors(documents.leave, after)
 
     def _tokens_of(self, x):
         """Tokens (B, T) that these are the embeddings of, to learn from; -1 where they are of none."""

@@ -92,13 +92,13 @@ class Documents(NamedTuple):
         lengths = self.cu_seqlens.diff()
         return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
-    def apart(self, rows: Tensor) -> Tensor:
+    def to_rows(self, rows: Tensor) -> Tensor:
         """(B, T, ...) -> (N, longest document, ...): each document is a row of its own, filled up with zeros."""
         found = rows.flatten(0, 1).split(self.cu_seqlens.diff().tolist())
         return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
-    def together(self, documents: Tensor) -> Tensor:
-        """(N, longest document, ...) -> (B, T, ...): `apart` undone."""
+    def from_rows(self, documents: Tensor) -> Tensor:
+        """(N, longest document, ...) -> (B, T, ...): `to_rows` undone."""
         return documents[self.real].view(*self.starts.shape, *documents.shape[2:])
 
 
@@ -326,8 +326,8 @@ class LSTMMixer(nn.Module):
 
     def _cut(self, x, state, documents):
         """Each document is a sequence of its own, padded to the longest."""
-        y, state = self._run(documents.apart(x), map_tensors(documents.enter, state), documents.cu_seqlens.diff())
-        return documents.together(y), map_tensors(documents.leave, state)
+        y, state = self._run(documents.to_rows(x), map_tensors(documents.enter, state), documents.cu_seqlens.diff())
+        return documents.from_rows(y), map_tensors(documents.leave, state)
 
     def _padded(self, x, state, mask):
         """Real tokens are moved to the front of each row, and moved back afterwards; a row of padding keeps its

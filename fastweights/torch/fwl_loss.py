@@ -269,9 +269,9 @@ def _backward(ctx, dloss):
         passes.total(dh, dv1, u, da.addmm_(dy, W2.mT), h)
     dW1 = x1.mT @ dh
     dx = dx.addmm_(dh, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
-    found = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
-    found_as = [y.to(d) for y, d in zip(found, dtypes, strict=True)]
-    return *found_as, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 7
+    wide = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
+    grads = [y.to(d) for y, d in zip(wide, dtypes, strict=True)]
+    return *grads, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 7
 
 
 def passes_for(x: Tensor, dtype: torch.dtype) -> Any:

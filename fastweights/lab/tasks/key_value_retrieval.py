@@ -239,8 +239,8 @@ class Model:
                 x / (x.sum(-1, keepdim=True) + EPS * query) if self.form == "published" and self.rule == "delta" else x
             )
         norm, divided = NORMS[self.norm]
-        of_q: Any = "max" if query and divided and directions is not None else norm
-        return feature_map(x, self.config.phi.name, norm=of_q, projection=directions)
+        query_norm: Any = "max" if query and divided and directions is not None else norm
+        return feature_map(x, self.config.phi.name, norm=query_norm, projection=directions)
 
     def memory(self, keys: Tensor, values: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The memory (B, A, K, S) after all pairs, and the attention normaliser z (B, A, K) or None.

@@ -104,8 +104,8 @@ def _convolve_backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, un
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < N)[None, :]
     # The gradient of x, then that of the taps: the product of dy with each shifted tile, summed over tokens.
-    of_x = _slope(dy, dlast, weight, b, t, c, inside, T, W, N)
-    tl.store(dx + (b * T + t)[:, None] * (dx_units * DX_UNIT) + c[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
+    slopes = _slope(dy, dlast, weight, b, t, c, inside, T, W, N)
+    tl.store(dx + (b * T + t)[:, None] * (dx_units * DX_UNIT) + c[None, :], slopes.to(dx.dtype.element_ty), mask=inside)
     g = tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
     part = (b * blocks + tl.program_id(0)) * W  # the sums of this block of tokens
     for j in tl.static_range(W):
