@@ -63,8 +63,7 @@ def demo(
     language_model.evaluate(run, min_bytes=min(8192, limit), limit=limit)
     say("\n3 of 3. Writing, token by token.", style="bold")
     # The layer that learned while it read would also learn its own mistakes: writing, it soon repeats itself.
-    # Two blank lines end a class or a function.
-    how: dict[str, Any] = dict(temperature=0.7, min_p=0.1, learn=False, until="\n\n\n")
+    how: dict[str, Any] = dict(temperature=0.7, min_p=0.1, learn=False)
     language_model.generate(run, prompt=prompt, tokens=tokens, whole=language_model.Whole.blocks, **how)
     say("\nWhat you have just seen", style="bold")
     say(in_words(json.loads((run / "eval.json").read_text()), run))
