@@ -132,7 +132,7 @@ class Objective(torch.autograd.Function):
             return _work(config, plain, slow, last, fwl_dual.Weights(*every[:count]), fwl_dual.Rows(*every[count:]))
 
         key = "objective", config, plain, slow, tuple(has)
-        value, *others = graphs.call(key, work, (last, *there), share=True)
+        value, *others = graphs.call(key, work, (last, *there))
         ctx.save_for_backward(*others[5:])
         ctx.dtypes = [y.dtype for y in (*given[:count], given[count])]
         ctx.mark_non_differentiable(*others[:5])

@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ class Graph(NamedTuple):
 
 
 _known: OrderedDict[Hashable, Graph | str | None] = OrderedDict()  # None: seen once;  a string: why it cannot be
-_pools: dict[tuple, Any] = {}  # by device and stream: memory that graphs share
 _lock = threading.Lock()
 
 
@@ -41,24 +40,23 @@ def refuses(x: Tensor) -> str | None:
     return None
 
 
-def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...], *, share: bool = False) -> tuple[Tensor, ...]:
+def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """f(*inputs). The first call with a key runs as it is, the second captures a graph, later ones replay it.
 
     key: all that f depends on besides the values of its inputs and of tensors that stay where they are. Shapes, dtypes
     and the device of the inputs are added to it, and autocast's dtype. A call that cannot be captured goes on as it is,
-    and says why once.  share: graphs of one stream, which never run at once, share the memory they work in.
+    and says why once.
     """
     if refuses(inputs[0]):
         return f(*inputs)
-    pool = _pool(inputs[0].device) if share else None
-    key = _whole((key, pool) if share else key, inputs)
+    key = _whole(key, inputs)
     with _lock:
         if key not in _known:
             _remember(key, None)
             return f(*inputs)
         found = _known[key]
         if found is None:
-            found = capture(f, inputs, pool)
+            found = capture(f, inputs)
             _remember(key, found)
         _known.move_to_end(key)
         if isinstance(found, str):
@@ -74,12 +72,6 @@ def replay(found: Graph, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     torch._foreach_copy_(list(found.inputs), list(inputs))
     found.graph.replay()
     return found.outputs
-
-
-def _pool(device):
-    """The memory that graphs of the current stream share; a graph that is replayed elsewhere has another."""
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    return _pools.setdefault(key, torch.cuda.graph_pool_handle())
 
 
 def _whole(key, inputs):
@@ -103,8 +95,8 @@ def _remember(key, found):
         del _known[old]
 
 
-def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | str:
-    """f as a graph on copies of the inputs, in memory of its own or of a pool, or why it cannot be one.
+def capture(f: Call, inputs: tuple[Tensor, ...]) -> Graph | str:
+    """f as a graph on copies of the inputs, or why it cannot be one.
 
     f runs once on another stream first: kernels are compiled then, and libraries make their workspaces, neither of
     which may happen while a graph is recorded. A replay is compared with the call itself before the graph is used.
@@ -118,7 +110,7 @@ def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | st
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool, stream, "thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 outputs = f(*own)
         except RuntimeError as error:
             reason = f"capturing failed: {str(error).splitlines()[0]}"
