@@ -51,10 +51,14 @@ class Inputs(NamedTuple):
     cu_seqlens: Any = None
     mask: Any = None
 
+    def but(self, **changes: Any) -> "Inputs":
+        """The same with some fields changed: `_replace`, which torch.compile of PyTorch 2.8 does not trace."""
+        return Inputs(**{name: changes.get(name, getattr(self, name)) for name in Inputs._fields})
+
     def map_tokens(self, f: Callable) -> "Inputs":
         """f of every array that has an entry per token (q, k, v, beta, log_decay, erase); the others stay."""
-        tokens = (None if x is None else f(x) for x in self[:TOKENS])
-        return Inputs(*tokens, *self[TOKENS:])
+        tokens = (None if x is None else f(x) for x in tuple(self)[:TOKENS])
+        return Inputs(*tokens, *tuple(self)[TOKENS:])
 
     @property
     def eraser(self) -> Any:
@@ -98,14 +102,13 @@ class Spec(NamedTuple):
             raise FastWeightError(f"chunk_size is {chunk_size!r}; expected a positive whole number of tokens, or None")
         return cls(rule, read, features, norm, int(writes), chunk_size)
 
-    @property
-    def text(self) -> str:
+    def as_text(self) -> str:
         """All fields in one line: what a registered operator takes instead of one argument per field."""
         return f"{self.rule} {self.read} {self.features} {self.norm} {self.writes} {self.chunk_size or 0}"
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
-        """The Spec that `text` came from."""
+        """The Spec that `as_text` wrote."""
         rule, read, features, norm, writes, chunk_size = text.split(" ")
         return cls.make(rule, read, features, norm, int(writes), int(chunk_size) or None)
 
@@ -116,7 +119,11 @@ class Spec(NamedTuple):
 
     def without_maps(self) -> "Spec":
         """The same, for q and k that were mapped already."""
-        return self._replace(features=PLAIN[0], norm=PLAIN[1])
+        return self.but(features=PLAIN[0], norm=PLAIN[1])
+
+    def but(self, **changes: Any) -> "Spec":
+        """The same with some fields changed: `_replace`, which torch.compile of PyTorch 2.8 does not trace."""
+        return Spec(**{name: changes.get(name, getattr(self, name)) for name in Spec._fields})
 
     @property
     def before(self) -> bool:
@@ -350,18 +357,18 @@ def expand_writes(x, spec, xp, shape=lambda x: x.shape):
         parts = [y if place in (None, i) else xp.zeros_like(y) for i in range(n)]
         return xp.reshape(xp.concatenate(parts, 2), (B, -1, *rest))
 
-    x = x._replace(
-        q=spread(x.q, 0 if spec.before else n - 1),
+    x = x.but(
+        q=spread(x.q, 0 if spec.read == "before" else n - 1),
         log_decay=spread(x.log_decay, 0),
         mask=spread(x.mask, None),
         cu_seqlens=None if x.cu_seqlens is None else n * x.cu_seqlens,
     )
-    return x, spec._replace(writes=1)
+    return x, spec.but(writes=1)
 
 
 def gather_reads(o, spec):
     """The outputs (B, T, ...) of a call, from those (B, n T, ...) of its `expand_writes`."""
-    return o[:, 0 if spec.before else spec.writes - 1 :: spec.writes]
+    return o[:, 0 if spec.read == "before" else spec.writes - 1 :: spec.writes]
 
 
 def refuses_chunks(spec) -> str | None:

@@ -60,7 +60,7 @@ def test_vmap_and_functional_gradients(rng):
 
 def test_operators_pass_torchs_own_check(rng):
     operators = methods.ADDED["chunked"]
-    inputs, spec = [*tensors(rng, B=1, T=11), None], Spec(chunk_size=8).text
+    inputs, spec = [*tensors(rng, B=1, T=11), None], Spec(chunk_size=8).as_text()
     torch.library.opcheck(operators.forward, (inputs, spec, chunked.ALL))
     o, S, *saved = operators.forward(inputs, spec, chunked.ALL)
     torch.library.opcheck(operators.backward, (o, S, inputs, saved, spec))

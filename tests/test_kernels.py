@@ -219,7 +219,7 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch, delta, decay, cuts):
     q, k, v, beta, log_decay, state = (inputs[n] for n in NAMES)
     rates = beta if delta else None, log_decay if decay else None
     packed = torch.tensor(cuts, device=DEVICE) if cuts else None
-    spec = Spec(rule="delta" if delta else "sum", features="elu+1", norm="sum").text
+    spec = Spec(rule="delta" if delta else "sum", features="elu+1", norm="sum").as_text()
     inputs = [q, k, v, *rates, None, state, packed]
     tests = ("test_schema", "test_faketensor")
     operators = methods.ADDED["kernel"]

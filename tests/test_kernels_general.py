@@ -117,7 +117,7 @@ def test_operators_pass_torchs_own_check(rng, monkeypatch):
     for decay, delta in (("channel", True), (False, True)):
         args = tensors(problem(rng, B=1, T=20, H=1, K=16, V=16, decay=decay, erase=delta), torch.float32)
         given = Inputs(*(None if x is None else x.detach() for x in map(args.get, Inputs._fields[:7])))
-        inputs, spec = list(given[:8]), Spec(rule="delta" if delta else "sum").text
+        inputs, spec = list(given[:8]), Spec(rule="delta" if delta else "sum").as_text()
         operators, tests = methods.ADDED["kernel"], ("test_schema", "test_faketensor")
         torch.library.opcheck(operators.forward, (inputs, spec, 1), test_utils=tests)
         o, S, *saved = operators.forward(inputs, spec, 1)

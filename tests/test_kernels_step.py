@@ -77,7 +77,7 @@ def test_what_out_state_refuses(rng):
 @runs
 def test_operators_pass_torchs_own_check(rng):
     x = tensors(problem(rng, B=1, T=1, H=2, K=16, V=16))
-    inputs, spec = [x["q"], x["k"], x["v"], x["beta"], x["log_decay"]], Spec(norm="l2").text
+    inputs, spec = [x["q"], x["k"], x["v"], x["beta"], x["log_decay"]], Spec(norm="l2").as_text()
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.step.step_op, ([*inputs, x["state"]], spec), test_utils=tests)
     torch.library.opcheck(kernels.step.step_op_, ([*inputs, None], x["state"], spec), test_utils=tests)

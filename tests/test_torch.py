@@ -198,7 +198,7 @@ def test_operators_pass_torchs_own_check(rng, small_segments):
     operators = methods.ADDED["chunked"]
     inputs = list(named(tensors(rng, B=2, T=37, H=3, K=8, V=4))[: methods.GIVEN])
     for rule, layout in itertools.product(("delta", "sum"), (chunked.ALL, 2)):
-        spec = Spec(rule=rule, chunk_size=8).text
+        spec = Spec(rule=rule, chunk_size=8).as_text()
         torch.library.opcheck(operators.forward, (inputs, spec, layout))
         o, S, *saved = operators.forward(inputs, spec, layout)
         assert len(saved) == (4 if rule == "delta" else 2) * (1 if layout == chunked.ALL else 3)

@@ -104,7 +104,7 @@ def add(method: Method) -> Method:
     def backward_fake(do, dstate, inputs, saved, spec):
         return [
             do.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in inputs[:ARRAYS]
+            for x in tuple(inputs)[:ARRAYS]
         ]
 
     ADDED[method.name] = Operators(
@@ -131,7 +131,7 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     if not gradient and not watched:
         o, state, _ = method.forward(inputs, spec, 0)
         return o, state
-    arrays = inputs[:GIVEN]
+    arrays = tuple(inputs)[:GIVEN]
     if not watched and _is_plain(arrays):
         return _apply_direct(method, spec, *arrays)
     layout = method.layout(inputs, spec) if gradient or is_transformed() else 0
@@ -139,15 +139,15 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():  # torch.compile refuses one tensor in two places, such as q = k
         k, v = k.view_as(k), v.view_as(v)
         if not gradient:  # torch.compile takes an autograd function for one with a context where gradients are off
-            o, state, *_ = ADDED[method.name].forward([q, k, v, *rest], spec.text, 0)
+            o, state, *_ = ADDED[method.name].forward([q, k, v, *rest], spec.as_text(), 0)
             return o, state
-    o, state, *_ = FastWeight.apply(method.name, spec.text, layout, q, k, v, *rest)
+    o, state, *_ = FastWeight.apply(method.name, spec.as_text(), layout, q, k, v, *rest)
     return o, state
 
 
 def needs_gradient(inputs: Inputs) -> bool:
     """Whether autograd records an operation on these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:ARRAYS])
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tuple(inputs)[:ARRAYS])
 
 
 def state_shape(inputs: Inputs, spec: Spec) -> tuple[Any, ...]:
@@ -197,11 +197,11 @@ def _gradients(name, spec, tensors, do, dstate):
     if torch.is_grad_enabled():  # second derivatives
         if dstate is None:
             dstate = do.new_zeros(state_shape(Inputs(*arrays), spec), dtype=accumulation_dtype(do.dtype))
-        grads = FastWeightBackward.apply(name, spec.text, saved, do, dstate, *arrays)
+        grads = FastWeightBackward.apply(name, spec.as_text(), saved, do, dstate, *arrays)
     elif not is_watched() and _is_plain((do, *arrays)):
         grads = _backward(ADDED[name].method, do, dstate, Inputs(*arrays), saved, spec)
     else:
-        grads = ADDED[name].backward(do, dstate, list(arrays), saved, spec.text)
+        grads = ADDED[name].backward(do, dstate, list(arrays), saved, spec.as_text())
     return [None if x is None else g for x, g in zip(arrays[:ARRAYS], grads, strict=False)]
 
 
@@ -330,19 +330,19 @@ def plain(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """
     if spec.maps:
         q, k = (map_plainly(x, spec) for x in (inputs.q, inputs.k))
-        inputs, spec = inputs._replace(q=q, k=k), spec.without_maps()
+        inputs, spec = inputs.but(q=q, k=k), spec.without_maps()
     q, v = inputs.q, inputs.v
     wide = accumulation_dtype(q.dtype)
     state = q.new_zeros(state_shape(inputs, spec), dtype=wide) if inputs.state is None else inputs.state
     if inputs.cu_seqlens is not None:
         parts = [
-            plain(inputs.map_tokens(lambda x: x[:, a:b])._replace(state=state[n : n + 1], cu_seqlens=None), spec)  # noqa: B023
+            plain(inputs.map_tokens(lambda x: x[:, a:b]).but(state=state[n : n + 1], cu_seqlens=None), spec)  # noqa: B023
             for n, (a, b) in enumerate(pairwise(inputs.cu_seqlens.tolist()))
         ]
         return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
     beta = torch.ones_like(q[..., 0]) if inputs.beta is None else inputs.beta
     log_decay = torch.zeros_like(q[..., 0]) if inputs.log_decay is None else inputs.log_decay
-    heads_first = inputs._replace(beta=beta, log_decay=log_decay).map_tokens(lambda x: x.to(wide).transpose(1, 2))
+    heads_first = inputs.but(beta=beta, log_decay=log_decay).map_tokens(lambda x: x.to(wide).transpose(1, 2))
     S, outputs, C = state, [v[:, :0].to(wide).transpose(1, 2)], spec.chunk_size or 64
     with torch.device(q.device):
         for a in range(0, q.shape[1], C):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastweights.checks import check, check_method, check_values, debugging, log_method
-from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec, expand_writes, gather_reads
+from fastweights.core import ARRAYS, PLAIN, FastWeightError, Inputs, Spec, expand_writes, gather_reads
 from fastweights.features import parse, parse_fixed
 from fastweights.literals import Method, Norm, Read, Rule
 from fastweights.torch import hand_gradients
@@ -125,9 +125,9 @@ def fast_weight(
     if out_state is not None:
         _check_out_state(out_state, inputs, call.width)
     if call.maps_first:
-        inputs = inputs._replace(q=feature_map(q, features, norm=norm), k=feature_map(k, features, norm=norm))
+        inputs = inputs.but(q=feature_map(q, features, norm=norm), k=feature_map(k, features, norm=norm))
         if erase is not None:
-            inputs = inputs._replace(erase=feature_map(erase, features, norm=norm))
+            inputs = inputs.but(erase=feature_map(erase, features, norm=norm))
     if watchers and not is_watched():
         for watch in watchers:
             watch(inputs, call.asked.without_maps() if call.maps_first else call.asked)
@@ -138,7 +138,7 @@ def fast_weight(
     if not torch.compiler.is_compiling():
         log_method(call.method, call.why, inputs, call.asked)
     if not torch.compiler.is_compiling() and debugging():
-        scanned = zip(inputs._fields, inputs[:ARRAYS], strict=False)
+        scanned = zip(inputs._fields, tuple(inputs)[:ARRAYS], strict=False)
         check_values({n: x.detach().double().cpu().numpy() for n, x in scanned if x is not None})
     o, after = call.run(inputs, call.spec, out_state is not None and out_state is state)
     if writes > 1:
@@ -195,12 +195,14 @@ def _decide(inputs, rule, read, features, norm, writes, method, chunk_size):
     module = module_of(name)
     if reason := module.refuses(inputs, spec):
         raise FastWeightError(f"method={name!r} {reason}")
-    maps_first = spec.maps and (inputs.mask is not None or writes > 1 or not module.maps(inputs, spec))
+    maps_first = (spec.features, spec.norm) != PLAIN and (
+        inputs.mask is not None or writes > 1 or not module.maps(inputs, spec)
+    )
     if name == "kernel":
-        spec = spec._replace(chunk_size=None)  # kernels have chunks of their own
+        spec = spec.but(chunk_size=None)  # kernels have chunks of their own
     if maps_first:
         spec = spec.without_maps()
-    return _Call(asked, spec._replace(writes=1), module.run, maps_first, phi.width(inputs.q.shape[-1]), name, why)
+    return _Call(asked, spec.but(writes=1), module.run, maps_first, phi.width(inputs.q.shape[-1]), name, why)
 
 
 def choice(inputs: Inputs, spec: Spec, *, learning: bool = True) -> tuple[Method, str]:
@@ -235,7 +237,7 @@ def _masked(inputs):
     """Padding turned into tokens that do nothing, whatever they held."""
     mask = inputs.mask
     clean = lambda x: torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, 0.0)  # noqa: E731
-    return inputs.map_tokens(clean)._replace(mask=None)
+    return inputs.map_tokens(clean).but(mask=None)
 
 
 def _check_out_state(out_state, inputs, width):

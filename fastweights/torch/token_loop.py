@@ -35,7 +35,7 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
         offsets = inputs.cu_seqlens.tolist()
         check_offsets(offsets, q.shape[1])
         parts = [
-            run(inputs.map_tokens(lambda x: x[:, a:b])._replace(state=state[n : n + 1], cu_seqlens=None), spec)  # noqa: B023
+            run(inputs.map_tokens(lambda x: x[:, a:b]).but(state=state[n : n + 1], cu_seqlens=None), spec)  # noqa: B023
             for n, (a, b) in enumerate(pairwise(offsets))
         ]
         return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
@@ -43,7 +43,7 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
     with outside_autocast(q):
         if q.shape[1] == 1 and RULES[spec.rule] in ONE and not is_watched() and not needs_gradient(inputs):
             return _one_token(inputs, state, spec, wide)
-        tokens = ([None] * q.shape[1] if x is None else x.to(wide).unbind(1) for x in inputs[:TOKENS])
+        tokens = ([None] * q.shape[1] if x is None else x.to(wide).unbind(1) for x in tuple(inputs)[:TOKENS])
         for token in zip(*tokens, strict=True):
             state, o = core.step(state, Inputs(*token), spec, torch)
             outputs.append(o)

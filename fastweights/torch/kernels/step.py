@@ -149,8 +149,8 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool) -> tuple[Tensor, Tensor]:
     overwrite = overwrite or id(state) in getattr(_here, "states", ())
     if overwrite and state.is_contiguous() and state.data_ptr() % 16 == 0:
         run_ = step_op_ if is_watched() else step_
-        return run_([*arrays[:-1], None], state, spec.text), state
-    o, after = step_op(arrays, spec.text) if is_watched() else step(arrays, spec.text)
+        return run_([*arrays[:-1], None], state, spec.as_text()), state
+    o, after = step_op(arrays, spec.as_text()) if is_watched() else step(arrays, spec.as_text())
     return o, after
 
 
