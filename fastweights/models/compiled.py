@@ -64,9 +64,7 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
         model: is changed.
         backend: of torch.compile; "eager" and "aot_eager" compile nothing, for tests.
     """
-    # Padded rows would be copied before and after a layer's own operators, which take them as they are.
-    options: Any = {"comprehensive_padding": False} if backend == "inductor" else None
-    model.compiled = torch.compile(_run, backend=backend, dynamic=False, options=options)
+    model.compiled = torch.compile(_run, backend=backend, dynamic=False)
 
 
 def _run(block: Any, x: Tensor, state: Any, documents: Any) -> tuple[Tensor, Any]:
