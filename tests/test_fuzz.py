@@ -84,3 +84,12 @@ def test_text_on_a_page_is_not_markup():
     assert "&lt;script&gt;alert(1)" in made
     script = (files("fastweights.inspect") / "page.js").read_text()
     assert not [word for word in ("innerHTML", "insertAdjacentHTML", "document.write", "eval(") if word in script]
+
+
+def test_a_vocabulary_with_a_huge_number_is_refused():
+    tokenizers = pytest.importorskip("tokenizers")
+    from fastweights.text.tokenizer import Subwords
+
+    given = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 10**9}, []))
+    with pytest.raises(FastWeightError, match="largest of its 2 numbers is 1000000000; expected 0 to 1"):
+        Subwords(given)
