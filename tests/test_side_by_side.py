@@ -12,6 +12,7 @@ from fastweights.torch import DynamicEvaluation, GradientStatistics
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "learning_while_reading"
 VOCAB = 31
 INF = float("inf")
+LEARNED = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
 
 
 @pytest.fixture
@@ -49,3 +50,20 @@ def test_each_document_as_if_alone(side_by_side, mixer, rule, rate):
                                carry=True, statistics=statistics, call=call) as run:  # fmt: skip
             want = run.run(row[None]).losses[0]
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_layer_with_its_own_steps_learns_as_the_refreshed_layer(side_by_side):
+    torch.manual_seed(0)
+    config = Config(layers="softmax*1", dim=16, heads=2, head="fwl", refresh=16, length=64)
+    model = LanguageModel(config, VOCAB).double().eval()
+    x, labels = torch.randn(2, 50, 16, dtype=torch.float64), torch.randint(VOCAB, (2, 50))
+    model.fast.start_steps(x)
+    trained = {f"model.fast.{n}": getattr(model.fast, n).detach() * 0.9 for n in LEARNED}
+    steps = {f"model.fast.{n}": torch.full((2,), size, dtype=torch.float64)
+             for n, size in model.fast.step_sizes().items()}  # fmt: skip
+    nothing = torch.zeros(2, dtype=torch.float64)
+    got = side_by_side.score(side_by_side.Alone(model), [*trained, "model.embedding.weight"], list(x), list(labels),
+                             nothing, nothing + 1, steps=steps, start=trained, segment=16)  # fmt: skip
+    model.load_state_dict(model.state_dict() | {n.removeprefix("model."): w for n, w in trained.items()})
+    want = model.fast.run(x, labels, torch.ones(2, 50)).loss
+    torch.testing.assert_close(torch.stack(got), want, rtol=1e-9, atol=1e-9)

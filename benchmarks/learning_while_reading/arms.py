@@ -3,11 +3,12 @@
 import json
 import math
 import time
+from itertools import product
 
 import numpy as np
 import side_by_side
 import torch
-from model import Pages, autocast, features, folder, layer, load_body
+from model import Pages, autocast, best_rate, features, folder, layer, load_body
 from safetensors.torch import load_file
 
 from fastweights.torch import DynamicEvaluation, GradientStatistics
@@ -15,6 +16,8 @@ from fastweights.torch.cache import NeuralCache
 
 SEGMENT = 64  # of dynamic evaluation
 EPS = 1e-4  # of its rule rms
+LAYER = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
+OUTPUT = "model.embedding.weight"  # tied
 STARTED = time.perf_counter()
 
 
@@ -29,25 +32,6 @@ class Arm:
         self.name, self.note = name, note
         self.together = together or (lambda rows: [score(row) for row in rows])
         self.side_by_side = together is not None
-
-
-def best_rate(name, start, loss_of, factor=2.0, most=10):
-    """The rate with the lowest loss among start * factor^i, moving until both neighbours are worse."""
-    tried = {}
-
-    def at(i):
-        if i not in tried:
-            tried[i] = loss_of(start * factor**i)
-            print(f"  {name}: rate {start * factor**i:.3g} gives {tried[i]:.4f}", flush=True)
-        return tried[i]
-
-    i = 0
-    while len(tried) < most:
-        better = min((at(i), 0), (at(i + 1), 1), (at(i - 1), -1))[1]
-        if not better:
-            break
-        i += better
-    return start * factor**i
 
 
 class Scorer:
@@ -112,11 +96,51 @@ class Scorer:
         at(self.rate(name, 0.5, at))
         return block
 
-    def tuned(self, refresh):
+    def tuned(self, trained, refresh=None):
+        """The layer trained at every `trained` tokens; where it is refreshed at others, a factor of its steps is
+        chosen."""
+        refresh = trained if refresh is None else refresh
         block = layer(self.given, self.model, refresh)
-        weights = load_file(self.folder / f"layer-{refresh or 'sum'}.safetensors")
+        weights = load_file(self.folder / f"layer-{trained or 'sum'}.safetensors")
         block.load_state_dict(weights | {"unembed": self.model.embedding.weight})
+        if refresh != trained:
+            first = block.steps.detach().clone()
+
+            def at(rate):
+                block.steps.data.copy_(first + math.log(rate))
+                return lambda row: self.learned(block, row).cpu().numpy()
+
+            at(self.rate(f"refresh-{refresh}-trained-at-{trained}", 1.0, at))
         return block
+
+    def with_output(self, refresh, trained, cache=False):
+        """A layer beside an output embedding that learns too: every row has a step of its own, the smaller the larger
+        its gradients were in training; the layer keeps its steps, or half of them."""
+        block = self.tuned(64, refresh) if trained else self.untrained(refresh)
+        module, sizes = side_by_side.Alone(self.model), block.step_sizes()
+        start = {f"model.fast.{n}": getattr(block, n).detach() for n in LAYER}
+        rows = self.divide("rms")["embedding.weight"].mean(1, keepdim=True).sqrt() + EPS
+
+        def together(pages, rates, factors):
+            at = lambda x: torch.tensor(x, device=self.given.device)  # noqa: E731
+            losses = side_by_side.score(
+                module, [*start, OUTPUT], [self.x(r)[0] for r in pages], [self.labels(r)[0] for r in pages], at(rates),
+                at([1.0] * len(pages)), divide={OUTPUT: rows}, start=start, segment=refresh, most=self.given.together,
+                steps={f"model.fast.{n}": sizes[n] * at(factors) for n in LAYER},
+            )  # fmt: skip
+            return [x.cpu().numpy() for x in losses]
+
+        def scored(pages):
+            losses = together(pages, [rate] * len(pages), [factor] * len(pages))
+            if not cache:
+                return losses
+            return [
+                self.cached(r, torch.from_numpy(x).to(self.given.device)) for r, x in zip(pages, losses, strict=True)
+            ]
+
+        name = f"output-{refresh}" + "-trained" * trained
+        rate, factor = self.choose(name, 2e-4, (1.0, 0.5), together)
+        return Arm("cache-" * cache + name, None, f"rate {rate:.3g}, layer's steps times {factor:g}", scored)
 
     @torch.no_grad()
     def cached(self, row, losses):
@@ -149,9 +173,8 @@ class Scorer:
         module = side_by_side.Alone(self.model) if alone else side_by_side.Whole(self.model)
         names = [n for n, _ in module.named_parameters() if not n.endswith("steps")]
         if alone:
-            block = [f"model.fast.{n}" for n in ("dense1", "bias1", "dense2", "bias2", "scale", "shift")]
-            output = ["model.embedding.weight"]  # tied
-            names = dict(block=block, output=output, both=block + output)[which]
+            block = [f"model.fast.{n}" for n in LAYER]
+            names = dict(block=block, output=[OUTPUT], both=[*block, OUTPUT])[which]
 
         def one_by_one(rows, rates, clips):
             """Recurrent layers of cuDNN do not run side by side with weights of their own."""
@@ -176,29 +199,30 @@ class Scorer:
         start = {"all": (0.2, 2e-4), "block": (1.0, 8e-4), "output": (1.0, 4e-4), "both": (1.0, 4e-4)}[which]
         start = start[rule == "rms"]
         name = f"dynamic-{which}-{rule}"
-        rate, clip = self.rate_and_clip(name, start, together)
+        rate, clip = self.choose(name, start, (1.0, math.inf), together)
         return Arm(name, None, f"rate {rate:.3g}, clip {clip:g}",
                    lambda rows: together(rows, [rate] * len(rows), [clip] * len(rows)))  # fmt: skip
 
-    def rate_and_clip(self, name, start, together):
-        """The best pair on validation pages, all pairs side by side; the grid grows until its best lies inside."""
+    def choose(self, name, start, seconds, together):
+        """The best pair of a rate and another number on validation pages, all pairs side by side.
+
+        together: losses of pages, each with a pair of its own.  The grid of rates grows until its best lies inside.
+        """
         path = self.folder / f"rate-{name}.json"
         if not path.exists():
             rows = [self.pages.page(i, self.given.tune_tokens) for i in self.pages.valid]
-            found, wanted = {}, [(i, clip) for clip in (1.0, math.inf) for i in (-2, -1, 0, 1)]
+            found, wanted = {}, [(i, second) for second in seconds for i in (-2, -1, 0, 1)]
             while wanted:
                 pairs = [pair for pair in wanted for _ in rows]
-                losses = together(rows * len(wanted), [start * 2.0**i for i, _ in pairs], [c for _, c in pairs])
+                losses = together(rows * len(wanted), [start * 2.0**i for i, _ in pairs], [s for _, s in pairs])
                 for k, pair in enumerate(wanted):
                     mean = float(np.mean(np.concatenate(losses[k * len(rows) : (k + 1) * len(rows)])))
                     found[pair] = mean if math.isfinite(mean) else 1e9
-                    print(
-                        f"  {name}: rate {start * 2.0 ** pair[0]:.3g}, clip {pair[1]:g}: {found[pair]:.4f}", flush=True
-                    )
-                i, clip = min(found, key=found.get)
-                wanted = [(k, clip) for k in (i - 2, i - 1, i + 1, i + 2) if (k, clip) not in found]
-                wanted = wanted if {(i - 1, clip), (i + 1, clip)} - set(found) else []
-            path.write_text(json.dumps([start * 2.0**i, clip]))
+                    print(f"  {name}: {start * 2.0 ** pair[0]:.3g}, {pair[1]:g}: {found[pair]:.4f}", flush=True)
+                i, second = min(found, key=found.get)
+                wanted = [(k, second) for k in (i - 2, i - 1, i + 1, i + 2) if (k, second) not in found]
+                wanted = wanted if {(i - 1, second), (i + 1, second)} - set(found) else []
+            path.write_text(json.dumps([start * 2.0**i, second]))
         return json.loads(path.read_text())
 
     def arms(self):
@@ -209,17 +233,22 @@ class Scorer:
         for refresh in (64, 16, 256):
             yield f"refresh-{refresh}", lambda r=refresh: self.of_block(f"refresh-{r}", self.untrained(r))
         yield "cumulative-64", lambda: self.of_block("cumulative-64", self.untrained(64, "cumulative"))
-        yield "cache-refresh-64", lambda: self.of_block("cache-refresh-64", self.untrained(64), cache=True)
+        yield "cache-refresh-64", lambda: self.of_block("cache-refresh-64", self.untrained(64), True)
         for refresh in (64, 16, 256, 0):
             name = f"refresh-{refresh}-trained" if refresh else "published"
             if (self.folder / f"layer-{refresh or 'sum'}.safetensors").exists():
                 yield name, lambda n=name, r=refresh: self.of_block(n, self.tuned(r))
                 yield f"{name}-not-learning", lambda n=name, r=refresh: self.not_learning(n, self.tuned(r))
                 if refresh in (16, 64):
-                    yield (
-                        f"cache-{name}",
-                        lambda n=name, r=refresh: self.of_block(f"cache-{n}", self.tuned(r), cache=True),
-                    )
+                    yield f"cache-{name}", lambda n=name, r=refresh: self.of_block(f"cache-{n}", self.tuned(r), True)
+        at_64 = (self.folder / "layer-64.safetensors").exists()
+        if at_64:
+            name = "refresh-16-trained-at-64"
+            yield name, lambda: self.of_block(name, self.tuned(64, 16))
+            yield f"cache-{name}", lambda: self.of_block(f"cache-{name}", self.tuned(64, 16), True)
+        for trained, refresh, cache in product((False, True)[: 1 + at_64], (64, 16), (False, True)):
+            made = "cache-" * cache + f"output-{refresh}" + "-trained" * trained
+            yield made, lambda r=refresh, t=trained, c=cache: self.with_output(r, t, c)
         for which in ("block", "output", "both", "all"):
             for rule in ("sgd", "rms"):
                 yield f"dynamic-{which}-{rule}", lambda r=rule, w=which: self.dynamic(r, w)

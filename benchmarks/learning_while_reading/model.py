@@ -143,6 +143,25 @@ def trained(given, optimizer, loss_of, name, warmup=50):
                 raise SystemExit(f"{name}: the loss is {mean}; try a smaller --lr")
 
 
+def best_rate(name, start, loss_of, factor=2.0, most=10):
+    """The rate with the lowest loss among start * factor^i, moving until both neighbours are worse."""
+    tried = {}
+
+    def at(i):
+        if i not in tried:
+            tried[i] = loss_of(start * factor**i)
+            print(f"  {name}: rate {start * factor**i:.3g} gives {tried[i]:.4f}", flush=True)
+        return tried[i]
+
+    i = 0
+    while len(tried) < most:
+        better = min((at(i), 0), (at(i + 1), 1), (at(i - 1), -1))[1]
+        if not better:
+            break
+        i += better
+    return start * factor**i
+
+
 def body(given):
     """The language model, its Fast Weight Layer not learning."""
     target = folder(given) / "body.safetensors"
@@ -203,27 +222,36 @@ def tune(given):
     model = load_body(given, pages)
     for p in model.parameters():
         p.requires_grad_(False)
-    rows = max(1, given.batch // 2)
     for refresh in given.refresh:
         target = folder(given) / f"layer-{refresh or 'sum'}.safetensors"
-        if target.exists():
-            continue
-        block = layer(given, model, refresh)
-        block.start_steps(features(given, model, pages.inside(np.random.default_rng(0), rows, given.length), True))
-        if not refresh:
-            block.steps.data -= math.log(8.0)  # a sum of gradients that never corrects itself wants smaller ones
-        learned = [p for n, p in block.named_parameters() if n not in ("steps", "unembed")]
-        for p in (*learned, block.steps):
-            p.requires_grad_(True)
-        optimizer = torch.optim.AdamW([dict(params=learned, lr=given.layer_lr), dict(params=[block.steps], lr=2e-2)],
-                                      weight_decay=0.0, betas=(0.9, 0.95))  # fmt: skip
+        if not target.exists():
+            block = _tuned(given, pages, model, refresh)
+            save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, target)
 
-        def loss_of(rng, block=block):
-            found = pages.inside(rng, rows, given.length)
-            x, labels = features(given, model, found, True), torch.from_numpy(found[:, 1:]).to(given.device)
-            with autocast(given):
-                return block.loss(x, labels, torch.ones(labels.shape, device=given.device)), labels.numel()
 
-        trained(given, optimizer, loss_of, f"{given.body} layer {refresh or 'sum'}", warmup=10)
-        print({n: round(s, 6) for n, s in block.step_sizes().items()}, flush=True)
-        save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, target)
+def _tuned(given, pages, model, refresh):
+    """A layer, trained from steps of the best common factor on."""
+    block, name, rows = layer(given, model, refresh), f"layer {refresh or 'sum'}", max(1, given.batch // 2)
+
+    def loss_of(rng):
+        found = pages.inside(rng, rows, given.length)
+        x, labels = features(given, model, found, True), torch.from_numpy(found[:, 1:]).to(given.device)
+        with autocast(given):
+            return block.loss(x, labels, torch.ones(labels.shape, device=given.device)), labels.numel()
+
+    first = features(given, model, pages.inside(np.random.default_rng(0), rows, given.length), True)
+
+    @torch.no_grad()
+    def loss_at(factor):
+        block.start_steps(first, factor)
+        return min(1e9, float(loss_of(np.random.default_rng(0))[0]))
+
+    loss_at(best_rate(name, 0.5 if refresh else 1 / 16, loss_at))  # a sum that never corrects itself wants less
+    learned = [p for n, p in block.named_parameters() if n not in ("steps", "unembed")]
+    for p in (*learned, block.steps):
+        p.requires_grad_(True)
+    optimizer = torch.optim.AdamW([dict(params=learned, lr=given.layer_lr), dict(params=[block.steps], lr=2e-2)],
+                                  weight_decay=0.0, betas=(0.9, 0.95))  # fmt: skip
+    trained(given, optimizer, loss_of, f"{given.body} {name}", warmup=10)
+    print({n: round(s, 6) for n, s in block.step_sizes().items()}, flush=True)
+    return block
