@@ -144,9 +144,11 @@ def gains(body, by):
 def _name(by, low, high):
     if by == "position":
         return f"to {_short(high)}"
+    if high == MANY:
+        return f"{_short(low)}+"
     if by == "repeats":
-        return f"{low}+" if high == MANY else str(low) if high == low + 1 else f"{low}-{high - 1}"
-    return f"{_short(low)} and more" if high == MANY else f"{_short(low)} to {_short(high)}" if low else f"< {high}"
+        return str(low) if high == low + 1 else f"{low}-{high - 1}"
+    return f"{_short(low)}-{_short(high)}" if low else f"< {high}"
 
 
 def _short(n):
@@ -158,25 +160,28 @@ def _short(n):
 
 def draw():
     path = FOLDER / f"{NAME}.png"
-    panels = [("softmax", "position", "softmax: by position in the page"),
-              ("gated-delta", "position", "gated-delta: by position"),
-              ("softmax", "repeats", "softmax: by earlier occurrences in the page"),
-              ("softmax", "count", "softmax: by count of the token in training")]  # fmt: skip
-    with figure(path, 2, 2, title="What learning from the page gains over carried memory, bits per byte",
-                note="enwik8 pages, BPE of 16,384; 120 held-out pages, every token scored before it is learned from.",
-                size=(6.2, 3.9)) as axes:  # fmt: skip
-        for at, (body, by, title) in zip(axes.flat, panels, strict=True):
+    panels = [("softmax", "position", "position in the page, tokens"),
+              ("gated-delta", "position", "position in the page, tokens"),
+              ("softmax", "repeats", "times that the token was earlier in the page"),
+              ("softmax", "count", "times that the token was in training")]  # fmt: skip
+    title = "What learning from the page gains over carried memory"
+    with figure(path, 2, 2, title=title, size=(4.6, 3.3)) as axes:
+        for at, (body, by, label) in zip(axes.flat, panels, strict=True):
             found, bins = gains(body, by)
-            for arm, (color, label) in DRAWN.items():
+            for arm, (color, name) in DRAWN.items():
                 if arm in found:
-                    curve(at, range(len(bins)), found[arm], label=label, color=color, dashed="dynamic" in arm)
+                    curve(at, range(len(bins)), found[arm], label=name, color=color, dashed="dynamic" in arm)
             at.axhline(0, color=INK, linewidth=0.8)
             if by == "count":
                 at.set_yscale("symlog", linthresh=0.1)
                 at.set_yticks([0, 0.05, 0.1, 0.2, 0.4, 0.8], ["0", "0.05", "0.1", "0.2", "0.4", "0.8"])
+                at.set_ylim(-0.02, 1.2)
             at.set_xticks(range(len(bins)), bins)
-            at.set_title(title)
-        axes[1, 1].legend(loc="upper right", fontsize=8, labelspacing=0.3)
+            at.set(title=f"{body} body", xlabel=label)
+        for row in axes:
+            row[0].set_ylabel("bits per byte gained")
+        handles = axes[0, 0].get_legend_handles_labels()
+        axes[0, 0].figure.legend(*handles, loc="outside lower center", ncols=3)
     print(f"\nwrote {path}")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 from fastweights.lab.engine import plotting
 from fastweights.lab.engine.results import Row, mean_over
 
-COLOURS = {1.0: plotting.PALETTE[3], 0.999: plotting.colour("fast"), 0.99: plotting.PALETTE[2]}  # by decay
+COLOURS = {1.0: plotting.PALETTE[1], 0.999: plotting.PALETTE[4], 0.99: plotting.PALETTE[2]}  # by decay
+LOWEST = -1.0  # nats that are drawn
 
 
 def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, tuple[float, float, float]]:
@@ -43,7 +44,11 @@ def refreshes(rows: list[dict]) -> list[int]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Gain in nats by position, frequency and repetition, a row of panels per body."""
+    """Gain in nats by position, frequency and repetition, a row of panels per body.
+
+    Over the same model trained without learning; what is learned is carried through the document but for squares.
+    Dotted: where the windows of training end.
+    """
     import numpy as np
 
     from fastweights.lab.tasks.document_losses import BINS
@@ -54,12 +59,8 @@ def plot(rows: list[Row], path: Path) -> None:
         repetition="times seen before in the document",
     )
     bodies = list(dict.fromkeys(r["body"] for r in rows))
-    note = (
-        "Gain over the same model trained without learning, what is learned carried through the document (but for "
-        "squares). Dotted: where the windows of training end. Below -2 nats: cut off."
-    )
     with plotting.figure(
-        path, 3, len(bodies), size=(4.4, 3.4), note=note, title="What a Fast Weight Layer gains, and where"
+        path, 3, len(bodies), size=(3.5, 2.9), title="What a Fast Weight Layer gains, and where"
     ) as axes:
         # A row of panels per body: gain by position, by frequency in training, by repetition.
         for line, body in zip(np.reshape(axes, (len(bodies), 3)), bodies, strict=True):
@@ -70,31 +71,32 @@ def plot(rows: list[Row], path: Path) -> None:
                     x = sorted(found)
                     band = ([found[b][1] for b in x], [found[b][2] for b in x])
                     plotting.curve(ax, x, [found[b][0] for b in x], label=label, band=band, **look)
-                ax.set_xticks(range(len(at)), [f"{a:,}+" for a in at])
+                ax.set_xticks(range(len(at)), [f"{a // 1000}k+" if a >= 1000 else f"{a}+" for a in at])
                 ax.axhline(0, color=plotting.PAPER, linewidth=0.8)
-                ax.set_ylim(bottom=max(-2.0, ax.get_ylim()[0]))
+                ax.set_ylim(bottom=max(LOWEST, ax.get_ylim()[0]))
                 for length in {k["length"] for k in variants(rows)} & set(at) if by == "position" else ():
                     ax.axvline(at.index(length) - 0.5, color=plotting.PAPER, linewidth=1, linestyle=":")
                 ax.set(xlabel=name, title=f"{body} body")
             line[0].set_ylabel("nats per token gained")
-        plotting.key(np.ravel(axes)[2], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        handles = np.ravel(axes)[0].get_legend_handles_labels()
+        np.ravel(axes)[0].figure.legend(*handles, loc="outside lower center", ncols=3)
 
 
 def _curves(rows: list[Row]) -> list[tuple[str, dict, dict[str, Any]]]:
     """(label, gains, look) of dynamic evaluation, of each layer, and of the published one, which starts afresh."""
     kinds = variants(rows)
     curves: list[tuple[str, dict, dict[str, Any]]] = [
-        ("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.colour("linear")))
+        ("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.INK, dashed=True))
     ]
     for C in refreshes(rows)[-1:]:
         curves.append((f"refreshed every {C}", gains(rows, "fast", refresh=C), dict(color=plotting.PALETTE[0])))
-        look = dict(color=plotting.PALETTE[0], dashed=True)
+        look = dict(color=plotting.PALETTE[3])
         curves.append((f"refreshed every {C}, and cache", gains(rows, "both", refresh=C), look))
     for kind in kinds:
         decay = f"decay {kind['decay']:g}" if kind["decay"] < 1 else "no decay"
         look = dict(color=COLOURS[kind["decay"]], dashed=kind["length"] > kinds[0]["length"])
         curves.append((f"{decay}, windows of {kind['length']:,}", gains(rows, "fast", **kind), look))
     for kind in [k for k in kinds if k["decay"] == 1][-1:]:
-        label, look = f"the same, restarted every {kind['length']:,}", dict(color=plotting.INK, marker="s")
+        label, look = f"as published, restarted every {kind['length']:,}", dict(color=plotting.PALETTE[7], marker="s")
         curves.append((label, gains(rows, "restart", **kind), look))
     return curves
