@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastweights.lm.evaluation import row_of
-from fastweights.lm.run_documents import held_out
+from fastweights.models.evaluation import row_of
+from fastweights.models.run_documents import held_out
 from fastweights.models.run_folder import load
 from fastweights.torch import FWLBlock
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from fastweights import FastWeightError, FastWeightWarning, files
-from fastweights.lm import data, training
-from fastweights.lm.run_documents import corpus_of
+from fastweights.lm import training
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.memory import Memory
+from fastweights.models.run_documents import corpus_of
+from fastweights.text import encoded_corpus as data
 from fastweights.text import tokenizer
 
 SMALL = dict(head="fwl", refresh=4, dim=8, heads=1, depth=1, length=8, batch=1, eval_every=2, warmup=1, device="cpu")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from fastweights import FastWeightError
-from fastweights.lm import parallel, training
+from fastweights.lm import training
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
+from fastweights.training import parallel
 
 SMALL = dict(head="linear", dim=8, heads=1, depth=1, length=8, batch=1, eval_every=2, warmup=1, steps=6, device="cpu")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fastweights.core import FastWeightError
-from fastweights.lm import data
-from fastweights.lm.data import Batches, prepare
 from fastweights.text import corpus, tokenizer
+from fastweights.text import encoded_corpus as data
+from fastweights.text.encoded_corpus import Batches, prepare
 
 TEXT = b"def f(x):\n    return x + 1\n"
 

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from fastweights.core import FastWeightError
-from fastweights.lm import evaluation
 from fastweights.lm.generation import Sampling, generate
+from fastweights.models import evaluation
 from fastweights.models.config import Config
 from fastweights.models.dynamic_evaluation import Dynamic
 from fastweights.models.language_model import LanguageModel

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastweights import FastWeightError
-from fastweights.lm import evaluation, laws
+from fastweights.lm import laws
+from fastweights.models import evaluation
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 

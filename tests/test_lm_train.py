@@ -12,12 +12,13 @@ from two_processes import in_two_processes
 
 from fastweights import files
 from fastweights.core import FastWeightError
-from fastweights.lm import checkpoints, training
-from fastweights.lm.parallel import Ranks
+from fastweights.lm import training
 from fastweights.lm.training import share_of_rate, train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
+from fastweights.training import checkpoints
+from fastweights.training.parallel import Ranks
 
 SMALL = dict(
     head="linear",

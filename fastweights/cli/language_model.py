@@ -169,10 +169,11 @@ def evaluate(
     """
     _prepare("eval")
     from fastweights.cli.scores import report_scores, score_modes
-    from fastweights.lm import evaluation, laws, run_documents
-    from fastweights.lm.run_documents import held_out, read_file
+    from fastweights.lm import laws
+    from fastweights.models import evaluation, run_documents
     from fastweights.models.dynamic_evaluation import Dynamic
     from fastweights.models.memory import Memory
+    from fastweights.models.run_documents import held_out, read_file
     from fastweights.models.run_folder import load
     from fastweights.text.scores import summary
 
@@ -277,8 +278,8 @@ def read(
     For example: `fastweights read runs/first README.md -o readme.memory`
     """
     _prepare("read")
-    from fastweights.lm.run_documents import read_file
     from fastweights.models.memory import Memory
+    from fastweights.models.run_documents import read_file
     from fastweights.models.run_folder import load
 
     out = out or file.with_name(file.name + ".memory")

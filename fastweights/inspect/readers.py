@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.lm import evaluation
-from fastweights.lm.run_documents import read_file
-from fastweights.models import run_folder
+from fastweights.models import evaluation, run_folder
+from fastweights.models.run_documents import read_file
 from fastweights.text.scores import Text
 from fastweights.torch.dynamic import token_losses
 from fastweights.torch.nn import FastWeightAttention

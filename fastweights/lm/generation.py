@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.lm.decoding import Decoder
-from fastweights.lm.evaluation import carried
+from fastweights.models.evaluation import carried
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
 from fastweights.torch.cache import CacheState, NeuralCache, recorded

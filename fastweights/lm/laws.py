@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.lm.evaluation import check_mode
 from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
+from fastweights.models.evaluation import check_mode
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch.cache import NeuralCache, recorded
 

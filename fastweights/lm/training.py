@@ -14,17 +14,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.lm import checkpoints, log
-from fastweights.lm.data import Ahead, Batches, Corpus, prepare, prepare_again
-from fastweights.lm.parallel import Ranks, restarted, said_when_others_are_lost
 from fastweights.models import run_folder
 from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.models.mixers import Documents
+from fastweights.text.encoded_corpus import Ahead, Batches, Corpus, prepare, prepare_again
 from fastweights.torch.devices import copied, matrix_peak, pick_device
 from fastweights.torch.fwl_train import unfit
 from fastweights.torch.tree import map_tensors
+from fastweights.training import checkpoints, log
+from fastweights.training.parallel import Ranks, restarted, said_when_others_are_lost
 
 VALID_TOKENS = 32_768
 START: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)

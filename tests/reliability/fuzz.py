@@ -50,12 +50,13 @@ def targets(root, *, hf=True):
     from fastweights import files
     from fastweights.lab.engine import results
     from fastweights.lab.tasks import babi_stories, corpora, sentence_pairs
-    from fastweights.lm import data, log
     from fastweights.lm.training import train
     from fastweights.models import run_folder
     from fastweights.models.config import Config
     from fastweights.models.memory import Memory
+    from fastweights.text import encoded_corpus as data
     from fastweights.text import tokenizer
+    from fastweights.training import log
 
     text = b"one fish two fish\nred fish blue fish 123\n"
     (root / "texts").mkdir()

@@ -9,10 +9,10 @@ import torch
 
 from fastweights.core import FastWeightError
 from fastweights.files import write_tensors
-from fastweights.lm.parallel import Ranks, spread_like, whole
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.run_folder import BEST, LAST, PREVIOUS, check_weights, read_checkpoint
 from fastweights.torch.tree import flatten, unflatten
+from fastweights.training.parallel import Ranks, spread_like, whole
 
 DAMAGED = "damaged.safetensors"  # what a damaged last checkpoint is called when the run goes on from the one before
 

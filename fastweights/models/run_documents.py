@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lm import data
 from fastweights.models import run_folder
 from fastweights.models.language_model import LanguageModel
+from fastweights.text import encoded_corpus as data
 from fastweights.text.scores import Text
 
 STATISTICS = 24  # training batches of one segment each, for the step of each weight in dynamic evaluation
