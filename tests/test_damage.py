@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from fastweights import FastWeightError, FastWeightWarning, files
-from fastweights.lm import training
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.memory import Memory
 from fastweights.models.run_documents import corpus_of
+from fastweights.text import corpus_files, tokenizer
 from fastweights.text import encoded_corpus as data
-from fastweights.text import tokenizer
+from fastweights.training import trainer
 
 SMALL = dict(head="fwl", refresh=4, dim=8, heads=1, depth=1, length=8, batch=1, eval_every=2, warmup=1, device="cpu")
 
@@ -165,11 +165,11 @@ def test_numbers_that_are_none_are_refused(run, place, tmp_path):
     with pytest.raises(FastWeightError, match="cannot be"):
         run_folder.load(run)
     folder = data.prepare(str(place / "texts3"), "bytes", tmp_path / "cache").folder
-    index = files.read_json(folder / data.INDEX, "")
+    index = files.read_json(folder / corpus_files.INDEX, "")
     index["splits"]["train"] |= dict(at=[], names=[], bytes=[])
-    files.write_checked_json(folder / data.INDEX, index)
+    files.write_checked_json(folder / corpus_files.INDEX, index)
     with pytest.raises(FastWeightError, match="documents do not follow one another"):
-        data.open_folder(folder)
+        corpus_files.open_folder(folder)
 
 
 @pytest.mark.parametrize("damaged", ["train.bin", "index.json", "tokenizer.json"])
@@ -180,7 +180,7 @@ def test_a_damaged_corpus_is_encoded_again(place, tmp_path, damaged):
     path = corpus.folder / damaged
     path.write_bytes(path.read_bytes().replace(b"1", b"2") if damaged == "index.json" else path.read_bytes()[:-6])
     with pytest.raises(FastWeightError, match=r"damaged|cannot be read|bytes; expected"):
-        data.open_folder(corpus.folder)
+        corpus_files.open_folder(corpus.folder)
     with pytest.warns(FastWeightWarning, match="It is made again from"):
         again = data.prepare(*where)
     np.testing.assert_array_equal(again.splits["train"].tokens, wanted)
@@ -190,20 +190,20 @@ def test_a_corpus_of_an_older_version_is_said_to_be_so_and_encoded_again(place, 
     """Not damaged, and not other text: the run that began with it goes on with what the same documents give."""
     where = str(place / "texts3"), "bytes"
     now = data.prepare(*where, tmp_path / "cache")
-    index = files.read_json(now.folder / data.INDEX, "")
+    index = files.read_json(now.folder / corpus_files.INDEX, "")
     old = now.folder.rename(tmp_path / "cache" / data._name(*where, 1))
     for about in index["splits"].values():
         del about["tokens_sha256"]
-    (old / data.INDEX).write_text(json.dumps(index["splits"]))
+    (old / corpus_files.INDEX).write_text(json.dumps(index["splits"]))
     with pytest.raises(FastWeightError, match=r"was written by an older version .* of version 1; expected version 2"):
-        data.open_folder(old)
+        corpus_files.open_folder(old)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = data.prepare_again(old, *where, tmp_path / "cache")
     assert again.folder == now.folder
-    files.write_checked_json(old / data.INDEX, index | dict(version=3))
+    files.write_checked_json(old / corpus_files.INDEX, index | dict(version=3))
     with pytest.raises(FastWeightError, match=r"was written by another version .* of version 3"):
-        data.open_folder(old)
+        corpus_files.open_folder(old)
     with pytest.raises(FastWeightError, match=r"was written by .*, and data is 'gone'; .*the checkpoint is intact"):
         data.prepare_again(old, "gone", "bytes", tmp_path / "cache")
 
@@ -271,7 +271,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(place, tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Trainer, "step", killed)
+        patch.setattr(trainer.Trainer, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "run", cache=tmp_path / "cache")
     train(config, tmp_path / "run", resume=True, cache=tmp_path / "cache")

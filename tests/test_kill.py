@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from fastweights import FastWeightError
-from fastweights.lm import training
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
-from fastweights.training import parallel
+from fastweights.training import parallel, trainer
 
 SMALL = dict(head="linear", dim=8, heads=1, depth=1, length=8, batch=1, eval_every=2, warmup=1, steps=6, device="cpu")
 
@@ -44,7 +43,7 @@ def test_a_worker_that_torchrun_starts_again_goes_on(tmp_path, monkeypatch):
     config = Config(data=str(tmp_path / "a.txt"), **SMALL)
     losses = lambda run: [json.loads(x)["loss"] for x in (run / run_folder.METRICS).read_text().splitlines()]  # noqa: E731
     wanted = losses(train(config, tmp_path / "alone", cache=tmp_path / "cache"))
-    real = training.Trainer.step
+    real = trainer.Trainer.step
 
     def lost(self, at, *arguments):
         if at == 5:
@@ -52,7 +51,7 @@ def test_a_worker_that_torchrun_starts_again_goes_on(tmp_path, monkeypatch):
         return real(self, at, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Trainer, "step", lost)
+        patch.setattr(trainer.Trainer, "step", lost)
         with pytest.raises(RuntimeError, match="closed by peer"):  # alone, it is nobody's loss
             train(config, tmp_path / "run", cache=tmp_path / "cache")
     with pytest.raises(FastWeightError, match="exists; expected a new folder, or --resume"):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from fastweights.core import FastWeightError
-from fastweights.text import corpus, tokenizer
+from fastweights.text import corpus, corpus_files, tokenizer
 from fastweights.text import encoded_corpus as data
-from fastweights.text.encoded_corpus import Batches, prepare
+from fastweights.text.encoded_corpus import prepare
+from fastweights.training.batches import Batches
 
 TEXT = b"def f(x):\n    return x + 1\n"
 
@@ -91,10 +92,10 @@ def test_tokenizer_says_what_is_wrong(spec, message):
 
 def test_a_corpus_is_encoded_once(files, tmp_path, monkeypatch):
     first = prepare(str(files), "bytes", tmp_path / "cache")
-    monkeypatch.setattr(data, "_encode", None)  # a second time would fail
+    monkeypatch.setattr(data, "write_folder", None)  # a second time would fail
     again = prepare(str(files), "bytes", tmp_path / "cache")
-    monkeypatch.setattr(data, "MAPPED", 0)
-    assert isinstance(data.open_folder(again.folder).splits["train"].tokens, np.memmap)
+    monkeypatch.setattr(corpus_files, "MAPPED", 0)
+    assert isinstance(corpus_files.open_folder(again.folder).splits["train"].tokens, np.memmap)
     for name, part in first.splits.items():
         np.testing.assert_array_equal(part.tokens, again.splits[name].tokens)
     document = first.splits["test"].document(0)
@@ -107,7 +108,7 @@ def test_an_interrupted_encoding_leaves_nothing(files, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data, "_write", full)
+    monkeypatch.setattr(corpus_files, "_write", full)
     with pytest.raises(FastWeightError, match="No space left on device; nothing was kept"):
         prepare(str(files), "bytes", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

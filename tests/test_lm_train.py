@@ -12,12 +12,12 @@ from two_processes import in_two_processes
 
 from fastweights import files
 from fastweights.core import FastWeightError
-from fastweights.lm import training
-from fastweights.lm.training import share_of_rate, train
+from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.training import checkpoints
+from fastweights.training import checkpoints, optimizer, trainer
+from fastweights.training.optimizer import share_of_rate
 from fastweights.training.parallel import Ranks
 
 SMALL = dict(
@@ -55,14 +55,14 @@ def go(corpus, tmp_path):
 
 def stop_after(monkeypatch, step):
     """Kill the run, without a chance to save, when this step is done."""
-    real = training.Trainer.step
+    real = trainer.Trainer.step
 
     def killed(self, at, *arguments):
         if at == step:
             raise RuntimeError("killed")
         return real(self, at, *arguments)
 
-    monkeypatch.setattr(training.Trainer, "step", killed)
+    monkeypatch.setattr(trainer.Trainer, "step", killed)
     return real
 
 
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
     real = stop_after(monkeypatch, 6)
     with pytest.raises(RuntimeError, match="killed"):
         go("killed", **changes)
-    monkeypatch.setattr(training.Trainer, "step", real)
+    monkeypatch.setattr(trainer.Trainer, "step", real)
     assert go("killed", resume=True) == wanted
     a, b = (files.read_tensors(tmp_path / name / run_folder.LAST)[0] for name in ("whole", "killed"))
     assert a.keys() == b.keys()
@@ -139,7 +139,7 @@ def test_the_first_steps_are_one_over_the_mean_squared_key():
 def test_steps_have_a_rate_of_their_own():
     config = Config(**SMALL | dict(head="fwl", refresh=4, step_lr=0.5))
     model = LanguageModel(config, 257)
-    groups = training.make_optimizer(model, config).param_groups
+    groups = optimizer.make_optimizer(model, config).param_groups
     assert [g["peak"] for g in groups] == [config.lr, config.lr, 0.5]
     assert groups[2]["params"] == [model.fast.steps]
 

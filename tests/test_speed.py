@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 
-from fastweights.lm import training
 from fastweights.lm.decoding import Decoder
 from fastweights.lm.generation import Sampling
 from fastweights.lm.training import train
@@ -17,6 +16,7 @@ from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch.tree import flatten
+from fastweights.training import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
 SMALL = dict(dim=16, heads=2, depth=2, length=16, batch=4, eval_every=8, steps=20)
@@ -29,7 +29,7 @@ def go(tmp_path, monkeypatch):
     texts.mkdir()
     for i in range(12):
         (texts / f"{i}.txt").write_bytes(b"The %d quick brown foxes.\n" % i * (2 + 3 * i))
-    monkeypatch.setattr(training, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(trainer, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
 
     def call(name, resume=False, **changes):
         run = train(
@@ -56,17 +56,17 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(go, head):
 
 def test_a_compiled_run_goes_on_exactly(go, monkeypatch):
     wanted = go("whole", head="linear", compile=True)
-    real = training.Trainer.step
+    real = trainer.Trainer.step
 
     def killed(self, at, *arguments):
         if at == 12:
             raise RuntimeError("killed")
         return real(self, at, *arguments)
 
-    monkeypatch.setattr(training.Trainer, "step", killed)
+    monkeypatch.setattr(trainer.Trainer, "step", killed)
     with pytest.raises(RuntimeError, match="killed"):
         go("killed", head="linear", compile=True)
-    monkeypatch.setattr(training.Trainer, "step", real)
+    monkeypatch.setattr(trainer.Trainer, "step", real)
     assert [x["loss"] for x in go("killed", resume=True)] == [x["loss"] for x in wanted]
 
 

@@ -18,11 +18,12 @@ from fastweights.bench.qwen import their_model, their_rule
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Call, Timing, interleave
 from fastweights.files import replacing
-from fastweights.lm.training import Objective, make_optimizer, to_batch
 from fastweights.models.config import Config
 from fastweights.models.evaluation import SEGMENT
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch.tree import tensor_bytes
+from fastweights.training.objective import Objective, to_batch
+from fastweights.training.optimizer import make_optimizer
 
 MODELS = ("delta", "gated-delta")
 OURS, RULE, WHOLE = "ours", "Hugging Face's rule", "Hugging Face's model"

@@ -21,12 +21,12 @@ from fastweights.bench.agree import Disagreement
 from fastweights.bench.parts import PARTS, parts
 from fastweights.bench.report import new_table
 from fastweights.bench.timing import Advance
-from fastweights.lm.training import Trainer
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.text.encoded_corpus import Corpus, Split
+from fastweights.text.corpus_files import Corpus, Split
 from fastweights.text.tokenizer import Bytes
 from fastweights.training.parallel import Ranks
+from fastweights.training.trainer import Trainer
 
 # Shape and batch of each size; "0.9 M" is the application's default on a laptop.
 SIZES: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ import torch
 from fastweights.core import FastWeightError
 from fastweights.models import run_folder
 from fastweights.models.language_model import LanguageModel
+from fastweights.text import corpus_files
 from fastweights.text import encoded_corpus as data
 from fastweights.text.scores import Text
 
@@ -27,7 +28,7 @@ def read_file(model: LanguageModel, path: Path) -> Text:
     return Text(path.name, content, model.tokenizer.encode(content))
 
 
-def corpus_of(run: Path) -> data.Corpus:
+def corpus_of(run: Path) -> corpus_files.Corpus:
     """The encoded corpus that a run was trained on."""
     config, about = run_folder.read_config(run)
     return data.prepare_again(Path(str(about.get("corpus", ""))), config.data, config.tokenizer)

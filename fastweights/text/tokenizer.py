@@ -116,7 +116,10 @@ class Subwords:
         write_text(folder / FILE, self.tokenizer.to_str(pretty=True))
 
 
-def make(spec: str, texts: Iterable[bytes]) -> Bytes | Subwords:
+Tokenizer = Bytes | Subwords
+
+
+def make(spec: str, texts: Iterable[bytes]) -> Tokenizer:
     """The tokenizer that `spec` stands for: "bytes", "bpe:SIZE", trained on texts, or a file of `tokenizers`."""
     if spec == "bytes":
         return Bytes()
@@ -129,7 +132,7 @@ def make(spec: str, texts: Iterable[bytes]) -> Bytes | Subwords:
     return Subwords.read(Path(spec))
 
 
-def load(folder: Path) -> Bytes | Subwords:
+def load(folder: Path) -> Tokenizer:
     """The tokenizer of a run or cache folder: the one in tokenizer.json, or bytes where there is none."""
     return Subwords.read(folder / FILE) if (folder / FILE).exists() else Bytes()
 

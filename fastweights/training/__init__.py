@@ -1,1 +1,1 @@
-"""A training run: its loop, batches, optimiser, checkpoints, log and processes; what `fastweights train` is built of."""
+"""A training run: its loop, batches, optimiser, checkpoints, log and processes; the parts of `fastweights train`."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from fastweights.lm import training
 from fastweights.models import run_folder
 from fastweights.models.config import Config
+from fastweights.training import trainer
 from reliability.record import record
 
 SMALL = dict(head="fwl", refresh=4, dim=16, heads=2, layers="delta", length=16, batch=2, eval_every=2, warmup=2,
@@ -25,14 +26,14 @@ LOST_AT = 5
 
 def worker(folder, name, lost):
     """What torchrun starts."""
-    real = training.Trainer.step
+    real = trainer.Trainer.step
 
     def step(self, at, *arguments):
         if lost and at == LOST_AT and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, at, *arguments)
 
-    training.Trainer.step = step
+    trainer.Trainer.step = step
     training.train(Config(data=str(folder / "a.txt"), **SMALL), folder / name, cache=folder / "cache")
 
 

@@ -54,8 +54,7 @@ def targets(root, *, hf=True):
     from fastweights.models import run_folder
     from fastweights.models.config import Config
     from fastweights.models.memory import Memory
-    from fastweights.text import encoded_corpus as data
-    from fastweights.text import tokenizer
+    from fastweights.text import corpus_files, tokenizer
     from fastweights.training import log
 
     text = b"one fish two fish\nred fish blue fish 123\n"
@@ -98,8 +97,9 @@ def targets(root, *, hf=True):
         Target("tokenizer of a run", run / "tokenizer.json", load),
         Target("tokenizer of a stranger", corpus / "tokenizer.json",
                lambda: tokenizer.make(str(corpus / "tokenizer.json"), ()).encode(text), weight=6),
-        Target("index of a corpus", corpus / "index.json", lambda: data.open_folder(corpus), object=True, weight=8),
-        Target("tokens of a corpus", corpus / "train.bin", lambda: data.open_folder(corpus), weight=2),
+        Target("index of a corpus", corpus / "index.json",
+               lambda: corpus_files.open_folder(corpus), object=True, weight=8),
+        Target("tokens of a corpus", corpus / "train.bin", lambda: corpus_files.open_folder(corpus), weight=2),
         Target("log of a run", run / "metrics.jsonl", lambda: log._lines(run / "metrics.jsonl"), weight=4),
         Target("table of the lab", root / "lab" / "overwrite.csv",
                lambda: results.read_csv(root / "lab" / "overwrite.csv"), weight=8),

@@ -20,7 +20,8 @@ from fastweights.lm.generation import Sampling, generate
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
-from fastweights.text.encoded_corpus import Batches, prepare
+from fastweights.text.encoded_corpus import prepare
+from fastweights.training.batches import Batches
 
 SMALL = dict(head="fwl", refresh=4, dim=16, heads=2, layers="delta,softmax", length=16, batch=2, eval_every=3, warmup=1,
              steps=3, dropout=0.1, device="cpu")  # fmt: skip
