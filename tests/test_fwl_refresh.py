@@ -11,7 +11,7 @@ from torch import nn
 
 from fastweights import FastWeightError
 from fastweights.refresh import RefreshState
-from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, held, make_labels
+from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, held, held_single, make_labels
 
 WITHIN = ["held", "cumulative"]
 OPTIONS = [dict(), dict(decay=0.9), dict(clip=0.05), dict(fast_bias=False, shared_norm_step=True)]
@@ -204,20 +204,23 @@ def test_streams_at_different_places_go_on_together(within):
             assert_close(numpy(s[i : i + 1]), numpy(t), name=name)
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("case", ["documents", "documents, vocabulary in blocks", "one document"])
 @pytest.mark.parametrize("how", [*OPTIONS, dict(log_steps=True, decay=0.9, clip=0.05)], ids=str)
-def test_reading_by_hand_equals_the_differentiable_pass(how, direct, monkeypatch):
-    """Without gradients the chunk step is another piece of code: in place, and the vocabulary in blocks if large."""
-    if not direct:
+def test_reading_by_hand_equals_the_differentiable_pass(how, case, monkeypatch):
+    """Without gradients the chunk step is another piece of code, in place, and for one document yet another."""
+    if "blocks" in case:
         monkeypatch.setattr(held, "DIRECT", 0)
     block = make(normalizer=3.0, refresh=3, **how)
     x, labels, weights = problem(1, 24)
-    cu = torch.tensor([0, 7, 7, 8, 20, 24])
+    cu = torch.tensor([0, 24] if case == "one document" else [0, 7, 7, 8, 20, 24])
+    used = []
+    monkeypatch.setattr(held_single, "read", lambda *given, of=held_single.read: used.append(1) or of(*given))
     first = block.run(x, labels, weights, cu_seqlens=cu)
     before = [s.clone() for s in first.state]
     want = block.run(x, labels, weights, first.state, cu_seqlens=cu)
     with torch.no_grad():
         got = block.run(x, labels, weights, first.state, cu_seqlens=cu)
+    assert bool(used) == (case == "one document" and block.config.within == "held" and block.config.clip is None)
     for name in ("logits", "loss", "slow_loss"):
         assert_close(numpy(getattr(got, name)), numpy(getattr(want, name)), name=name)
     for name, a, b in zip(RefreshState._fields, got.state, want.state, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, watching
+from fastweights.torch import held_single as single
 from fastweights.torch.dtypes import wide
 
 GROUP = 16  # chunks of one CUDA graph
@@ -31,6 +32,13 @@ class Weights(NamedTuple):
     bias2: Tensor
     scale: Tensor
     shift: Tensor
+
+    @classmethod
+    def of(cls, stacks: Sequence[Tensor]) -> "Weights":
+        """Views of both layers with their biases as last rows, and of scale and shift side by side."""
+        dense1, dense2, norm = stacks
+        scale, shift = norm.chunk(2, 2)
+        return cls(dense1[:, :-1], dense1[:, -1:], dense2[:, :-1], dense2[:, -1:], scale, shift)
 
     def rows(self, a: int, b: int) -> "Weights":
         """Those of sequences a to b, as views: what is written into them is written here."""
@@ -63,10 +71,14 @@ def read(
     x, labels, shares = tokens
     C = config.refresh
     assert C is not None
-    trained = Weights(*(p[name] if p[name].dim() == 2 else p[name][None] for name in Weights._fields))
-    weights = Weights(
-        *((w + s).contiguous() for w, s in zip(trained, _parts(config, learned, x.shape[-1]), strict=True))
-    )
+    start = _stacked(p)
+    stacks = [w + S[:, 0] for w, S in zip(start, learned, strict=True)]
+    if single.serves(config, stacks, tokens, words) and not watching.steps:
+        outputs = single.read(
+            config, start, stacks, _steps(config, p["steps"]).tolist(), tokens, calls, words, c, score
+        )
+        return outputs, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
+    trained, weights = Weights.of(start), Weights.of(stacks)
     outputs = []
     with torch.autocast(x.device.type, enabled=False):
         fused = _fused(config, x, weights.dense1, words)
@@ -113,9 +125,7 @@ def read(
                 loss, _ = _score(n, words, c, labels[part], gradient=False)
             outputs.append((n, loss))
     # What was learned is what the weights have become less what they were.
-    change = [w - t for w, t in zip(weights, trained, strict=True)]
-    pairs = torch.cat(change[:2], 1), torch.cat(change[2:4], 1), torch.cat(change[4:], 2)
-    return outputs, (pairs[0][:, None], pairs[1][:, None], pairs[2][:, None])
+    return outputs, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
 
 
 def step(
@@ -283,11 +293,10 @@ def _score(n, words, c, labels, *, gradient=True):
     return loss.view(labels.shape), torch.mm(p.to(words.dtype), words).view(n.shape)
 
 
-def _parts(config, learned, D):
-    """What was learned, tensor by tensor."""
-    dense1, dense2, norm = (S[:, 0] for S in learned)
-    F, size = config.hidden_width, config.size
-    return dense1[:, :D], dense1[:, D:], dense2[:, :F], dense2[:, F:], norm[..., :size], norm[..., size:]
+def _stacked(p):
+    """The six tensors that learn, as a state has them: (1, D + 1, F), (1, F + 1, size) and (1, 1, 2 size)."""
+    pairs = (("dense1", "bias1", 0), ("dense2", "bias2", 0), ("scale", "shift", 1))
+    return [torch.cat([torch.atleast_2d(p[a]), torch.atleast_2d(p[b])], dim)[None] for a, b, dim in pairs]
 
 
 def _steps(config, steps):
