@@ -82,6 +82,8 @@ def read(
     outputs = []
     with torch.autocast(x.device.type, enabled=False):
         fused = _fused(config, x, weights.dense1, words)
+        if fused:  # whose kernels want each tensor by itself
+            weights = Weights(*(w.contiguous() for w in weights))
         x = x.to(words.dtype)
         x, shares = (x.contiguous(), shares.float().contiguous()) if fused else (x, shares.to(words.dtype)[..., None])
         wide = _steps(config, p["steps"])
@@ -125,6 +127,8 @@ def read(
                 loss, _ = _score(n, words, c, labels[part], gradient=False)
             outputs.append((n, loss))
     # What was learned is what the weights have become less what they were.
+    if fused:
+        stacks = [torch.cat(weights[i : i + 2], 1 if i < 4 else 2) for i in (0, 2, 4)]
     return outputs, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
 
 
