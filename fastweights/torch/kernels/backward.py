@@ -146,7 +146,7 @@ def reverse(plan, q, k, beta, log_g, X, A, do, dstate, layout, spec, precision, 
             plan, wide_keys.reverse, (-(-V // 64), layout.sequences * H), (q, k, beta, log_g, X, do, dy, before, D),
             (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
     else:
-        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.REVERSE)
+        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.REVERSE if log_g is None else blocks.WITH_DECAY)
         layout.launch(
             plan, _reverse, (-(-V // BV), layout.sequences * H), (q, k, beta, log_g, X, A, do, dstate, dy, D, before),
             (H, K, V, C, BK, BV, *switches, rated, stages, TMA), num_warps=warps)  # fmt: skip

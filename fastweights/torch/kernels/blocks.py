@@ -12,6 +12,7 @@ import torch
 # 16-bit numbers by the TMA unit.
 WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
 REVERSE = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
+WITH_DECAY = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 3), (128, False): (4, 3)}
 # (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
@@ -25,7 +26,7 @@ INVERSE = {64: (4, 1), 128: (4, 1)}
 GENERAL_WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 2)}
 # Their other kernels, by whether numbers are float32: (keys, warps, stages) and (keys, values, warps, stages).
 GENERAL_PREPARE = {False: (64, 4, 1), True: (64, 4, 1)}
-GENERAL_GRADIENTS = {False: (64, 64, 4, 1), True: (64, 64, 4, 1)}
+GENERAL_GRADIENTS = {False: (64, 128, 4, 1), True: (64, 64, 4, 1)}
 
 # No operand of a product on Hopper's tensor cores may have rows shorter than 128 bytes: of those of 64, the ptxas of
 # CUDA 12.8, which comes with Triton 3.6, computes addresses from registers that nothing has written

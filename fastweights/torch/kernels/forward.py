@@ -158,7 +158,7 @@ def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, wi
             plan, wide_keys.forward, (-(-V // 64), layout.sequences * H), (q, k, v, beta, log_g, X, o, after, S),
             (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
     else:
-        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK)
+        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK if log_g is None else blocks.WITH_DECAY)
         layout.launch(
             plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, log_g, X, A, state, o, after, S, u),
             (H, K, V, C, BK, BV, *switches, stages, TMA), num_warps=warps)  # fmt: skip

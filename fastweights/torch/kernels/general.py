@@ -219,7 +219,7 @@ def prepare(plan, x, layout, spec, precision):
         if hard is not None:
             layout.launch(
                 plan, halfway.prepare, (layout.rows * H,), (*given, *written),
-                (H, K, C, BK, spec.delta, spec.before, packed, LIMIT[k.dtype], products, solve), **options)  # fmt: skip
+                (H, K, C, BK, spec.delta, spec.before, packed, halfway.LIMIT, products, solve), **options)  # fmt: skip
         layout.launch(
             plan, _prepare, (layout.rows * H,), (*given, sums(plan, x), *written),
             (H, K, C, BK, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs, solve),

@@ -276,7 +276,7 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
         if hard is not None:
             layout.launch(
                 plan, halfway.gradients, (parts, layout.rows * H), (*given, *rest, *written),
-                (H, K, V, C, BK, BV, spec.delta, spec.before, packed, LIMIT[k.dtype], products),
+                (H, K, V, C, BK, BV, spec.delta, spec.before, packed, halfway.LIMIT, products),
                 num_warps=warps, num_stages=stages)  # fmt: skip
         layout.launch(
             plan, _gradients, (parts, layout.rows * H), (*given, sums(plan, x), *rest, *written),

@@ -1,9 +1,10 @@
 """Decay per channel in 16-bit numbers, of chunks that decay by less than exp(-80): most of those that models have.
 
 Readers i and writers j of a chunk meet where half of its decay is done: exp(log g_i - log g_j) is the product of the
-decay from there to the reader and from the writer to there, one of them above 1, and neither beyond exp(40). One sum
-over the chunk gives all of them, and one product all pairs. Chunks that decay by more are marked, and done by
-general.py and general_gradients.py, which cut them in two; the equations are the same.
+decay from there to the reader and from the writer to there, one of them above 1, and neither beyond exp(40): their
+products are finite even where nobody reads them. One sum over the chunk gives all factors, and one product all pairs.
+Chunks that decay by more are marked, and done by general.py and general_gradients.py, which cut them in two; the
+equations are the same.
 """
 
 import triton
@@ -12,6 +13,8 @@ import triton.language as tl
 from fastweights.torch.kernels.inverse import _invert
 from fastweights.torch.kernels.pairs import load_channels, load_keys, short
 from fastweights.torch.kernels.tiles import find_row, load_block, load_tile, product, store_tile
+
+LIMIT = 40.0
 
 
 @triton.jit
@@ -132,6 +135,10 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     token, left = find_row(of_row, T, per, row, C, PACKED)
     low: tl.constexpr = dA.dtype.element_ty
     i = tl.arange(0, C)
+    kept = tl.zeros([BK], tl.float32)
+    for first in range(0, V, 64):
+        S_i = load_block(S, at, first, first_d, V, K, 64, BK).to(tl.float32)
+        kept += tl.sum(S_i * load_block(D, at, first, first_d, V, K, 64, BK), 0)
     to_key, to_query, half = _load_decay(
         log_decay, token, head, first_d, left, H, K, C, BK, BEFORE, LIMIT, PRECISION, low
     )
@@ -140,16 +147,12 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     written = short(tl.trans(w_i) / to_key, low, PRECISION)
     # What writers give: first through the memory. All of it, and what is kept of before, decays at the first token.
     gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
-    there = tl.sum(written * gw, 1)
-    for first in range(0, V, BV):
-        S_i = tl.trans(load_block(S, at, first, first_d, V, K, BV, BK)).to(tl.float32)
-        D_i = tl.trans(load_block(D, at, first, first_d, V, K, BV, BK))
-        there += tl.sum(S_i * D_i, 1) * tl.exp(2.0 * half)
+    there = kept * tl.exp(2.0 * half) + tl.sum(written * gw, 1)
     # queries
+    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
     reader = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
     reader = short(reader * to_query, low, PRECISION)
     pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
-    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
     g = product(written, tl.trans(pairs), g, PRECISION)
     gw = product(reader, pairs, gw, PRECISION)
     crossing = reader * g
@@ -159,10 +162,10 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
         crossing = tl.zeros_like(crossing)
     # keys, as they read
     if DELTA:
+        g = _of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * -to_half
         reader, _ = load_keys(k, erase, None, token, head, first_d, left, H, K, C, BK, True)
         reader = short(tl.trans(reader) * to_key, low, PRECISION)
         pairs = load_block(dM, at, 0, 0, C, C, C, C)
-        g = _of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * -to_half
         g = product(written, tl.trans(pairs), g, PRECISION)
         gw = product(reader, pairs, gw, PRECISION)
         crossing += reader * g

@@ -137,7 +137,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
             A_i *= between
         else:
             A_i = tl.load(A + to).to(tl.float32)
-        sums = _between(tl.where(seen, dA_i * A_i, 0.0), C, not BEFORE)  # of log a: through the chunk itself
+        carried = tl.where(seen, dA_i * A_i, 0.0)
         dA_i *= between
     tl.store(dA + to, tl.where(seen, dA_i, 0.0).to(dtype))
     if DELTA:
@@ -153,9 +153,13 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
             gb -= tl.sum(R_i * L, 1)
         if BETA and not KNOWN:
             R_i *= b[:, None]
-        if DECAY:
-            sums -= _between(R_i * L, C, True)
+        if DECAY and BEFORE:
+            sums = _between(carried, C, False) - _between(R_i * L, C, True)
+        elif DECAY:
+            sums = _between(carried - R_i * L, C, True)
         tl.store(R + to, (R_i + tl.trans(R_i)).to(dtype))
+    elif DECAY:
+        sums = _between(carried, C, not BEFORE)
     if DECAY:
         tl.store(within + at * C + i, sums)
     if BETA:

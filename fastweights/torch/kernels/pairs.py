@@ -4,8 +4,8 @@ exp(-log g_j) alone overflows as soon as decay is strong. So a block of 64 token
 half meet writers of the first at the boundary, and both exponents are at most 0. The halves are cut in turn, down to
 single tokens, or to blocks within which nothing decays by more than LIMIT: there all pairs meet at the middle, and
 factors above 1 are far from overflow. How far a program must cut is decided from the decays it finds, so that every
-decay is exact and a mild one costs a single product. In 16-bit numbers a chunk that decays by less than twice LIMIT is
-not cut at all: its pairs meet where half of its decay is done, and a single sum gives every factor (halfway.py).
+decay is exact and a mild one costs a single product. In 16-bit numbers most chunks are not cut at all: their pairs meet
+where half of the decay is done, and a single sum gives every factor (halfway.py).
 
 Sums of log_decay are products with matrices of 0, 1 and -1. All their terms have one sign: nothing cancels.
 """
