@@ -5,6 +5,8 @@ before the first come from `before`, zeros when absent. The last W - 1 inputs, w
 the same launch. In PyTorch's own operators this is a concatenation and a launch per tap.
 """
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -34,17 +36,19 @@ def _history(x, before, b, p, c, inside, T, stride, batch_stride, W: tl.constexp
 
 
 @triton.jit
-def _convolve(x, weight, before, y, last, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
-             BC: tl.constexpr):  # fmt: skip
+def _convolve(x, weight, before, y, last, T, units, batch_stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
+              BC: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """y = the convolution of x, for BT tokens and BC channels of one batch row.
 
     One program owns that tile of y. It reads W shifted tiles of x (or of `before` at the start), which the cache
     serves, and sums them in float32. The program of the first tokens also writes `last`, the inputs that the next call
     needs.
 
-        x           (B, T, N) with these strides, channels side by side;  weight (W, N);  before (B, W - 1, N) or None
+        x           (B, T, N), `units` times UNIT numbers from token to token: the compiler sees how it is aligned
+        weight      (W, N);  before (B, W - 1, N) or None
         y           (B, T, N), written;  last (B, W - 1, N), written
     """
+    stride = units * UNIT
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -82,8 +86,9 @@ def _slope(dy, dlast, weight, b, p, c, inside, T, W: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def _convolve_backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, stride, batch_stride, dx_stride, blocks,
-              W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def _convolve_backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, units, batch_stride, dx_units,
+                       blocks, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+                       UNIT: tl.constexpr, DX_UNIT: tl.constexpr):  # fmt: skip
     """Gradients of x, of `before`, and of the taps, for BT tokens and BC channels of one batch row.
 
     One program owns that tile of dx. Its share of the taps' gradient, [W, BC], goes to a row of dweight of its own;
@@ -93,13 +98,14 @@ def _convolve_backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, st
         dx          (B, T, N), written;  dbefore (B, W - 1, N), written where there is a `before`
         dweight     (B * blocks of tokens, W, N), written: a part of the taps' gradient per block
     """
+    stride = units * UNIT
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < N)[None, :]
     # The gradient of x, then that of the taps: the product of dy with each shifted tile, summed over tokens.
     slopes = _slope(dy, dlast, weight, b, t, c, inside, T, W, N)
-    tl.store(dx + (b * T + t)[:, None] * dx_stride + c[None, :], slopes.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + (b * T + t)[:, None] * (dx_units * DX_UNIT) + c[None, :], slopes.to(dx.dtype.element_ty), mask=inside)
     g = tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
     part = (b * blocks + tl.program_id(0)) * W  # the sums of this block of tokens
     for j in tl.static_range(W):
@@ -113,6 +119,16 @@ def _convolve_backward(dy, dlast, x, weight, before, dx, dbefore, dweight, T, st
             of_old = _slope(dy, dlast, weight, b, i - (W - 1), c, some, T, W, N)
             at = (b * (W - 1) + i)[:, None] * N + c[None, :]
             tl.store(dbefore + at, of_old.to(dbefore.dtype.element_ty), mask=some)
+
+
+def unit(stride: int) -> int:
+    """The largest power of two up to 16 that divides a stride: kernels load so many numbers at once.
+
+    Examples:
+        >>> unit(3096), unit(768)
+        (8, 16)
+    """
+    return gcd(stride, 16)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -137,7 +153,8 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, T
         y, last = plan.empty((B, T, N), dtype), plan.empty((B, W - 1, N), x.dtype if before is None else before.dtype)
         if B * N:
             plan.launch(_convolve, (max(1, -(-T // BT)), -(-N // BC), B), (*plan.inputs, y, last),
-                        (T, x.stride(1), x.stride(0)), (W, N, BT, BC), num_warps=4)  # fmt: skip
+                        (T, x.stride(1) // unit(x.stride(1)), x.stride(0)), (W, N, BT, BC, unit(x.stride(1))),
+                        num_warps=4)  # fmt: skip
         plan.results = y.place, last.place
         keep(_plans, key, plan)
     tensors = plan.run(x, weight, before)
@@ -153,7 +170,8 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
     parts, dweight = plan.empty((B * blocks, W, N), torch.float32), plan.empty((W, N), weight.dtype)
     if B * N:
         plan.launch(_convolve_backward, (blocks, -(-N // BC), B), (dy, dlast, x, weight, before, dx, dbefore, parts),
-                    (T, x.strides[1], x.strides[0], dx.shape[-1], blocks), (W, N, BT, BC), num_warps=4)  # fmt: skip
+                    (T, x.strides[1] // unit(x.strides[1]), x.strides[0], dx.shape[-1] // unit(dx.shape[-1]), blocks),
+                    (W, N, BT, BC, unit(x.strides[1]), unit(dx.shape[-1])), num_warps=4)  # fmt: skip
     sum_rows(plan, parts, dweight)
     return dbefore, dweight
 
@@ -173,8 +191,10 @@ def _sum_rows(parts, total, rows, N: tl.constexpr, BR: tl.constexpr, BN: tl.cons
 def sum_rows(plan: Plan, parts: Slot, total: Slot) -> None:
     """total = the sum of parts over all axes but as many of the last as total has numbers."""
     N = total.numel()
+    rows, columns, warps = (32, 32, 4) if N > 1024 else (256, 16, 8)  # few columns: few programs, each of many rows
     if N:
-        plan.launch(_sum_rows, (-(-N // 32),), (parts, total), (parts.numel() // N,), (N, 32, 32), num_warps=4)
+        plan.launch(_sum_rows, (-(-N // columns),), (parts, total), (parts.numel() // N,), (N, rows, columns),
+                    num_warps=warps)  # fmt: skip
 
 
 def backward(dy, dlast, x, weight, before):

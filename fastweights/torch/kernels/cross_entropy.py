@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 ROWS = 128  # tokens a program adds up
+PROGRAMS = 256  # that keep a GPU busy
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def log_sum(z: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
-    """z becomes dz and e, if given, p - [v = y]; the sums of dz over ROWS tokens each, if asked for.
+    """z becomes dz and e, if given, p - [v = y]; the sums of dz over some tokens each, if asked for.
 
     Args:
         z: (N, width) logits of a block of words, contiguous along words.
@@ -125,11 +126,14 @@ def gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
     """
     N, width = z.shape
     R, block, warps = (4, 512, 8) if z.element_size() == 4 else (8, 512, 4) if e is None else (4, 1024, 4)  # measured
-    grid = triton.cdiv(width, block), triton.cdiv(N, ROWS)
+    tokens = ROWS
+    while tokens > R and triton.cdiv(width, block) * triton.cdiv(N, tokens) < PROGRAMS:
+        tokens //= 2  # few words: a program has fewer tokens, so that there are enough of them
+    grid = triton.cdiv(width, block), triton.cdiv(N, tokens)
     parts = torch.empty(grid[1], width, dtype=log_sum.dtype, device=z.device) if sums else log_sum
     other = z if e is None else e
     _gradient[grid](z, other, parts, log_sum, offset, dloss, labels, first, N, width, z.stride(0), other.stride(0),
-                    HAS_E=e is not None, SUMS=sums, ROWS=ROWS, R=R, BLOCK=block, num_warps=warps)  # fmt: skip
+                    HAS_E=e is not None, SUMS=sums, ROWS=tokens, R=R, BLOCK=block, num_warps=warps)  # fmt: skip
     return parts if sums else None
 
 

@@ -14,6 +14,7 @@ from fastweights.core import Inputs, Spec
 from fastweights.features import EPS
 from fastweights.torch import kernels
 from fastweights.torch.kernels import convolution, mixer_tiles, packed_convolution
+from fastweights.torch.kernels.convolution import unit
 from fastweights.torch.kernels.features import KINDS, NORMS
 
 BT = 32  # tokens per program
@@ -102,6 +103,16 @@ class _Sizes(NamedTuple):
             starts[name], at = at, at + width
         return starts
 
+    @property
+    def unit(self):
+        """The largest power of two up to 16 that divides the columns of a token."""
+        return unit(sum(self.config.sections.values()))
+
+    def numbers(self):
+        """Tokens, columns of a token over their unit, and columns of a row: what the kernels are given as numbers."""
+        columns = sum(self.config.sections.values())
+        return self.T, columns // self.unit, self.T * columns
+
     def grid(self, heads):
         """Programs of a launch: blocks of BT tokens, heads, rows."""
         return -(-self.T // BT), heads, self.B
@@ -113,7 +124,7 @@ class _Sizes(NamedTuple):
         heads = max(16, 1 << (c.heads - 1).bit_length())
         maps = (0, 0) if self.spec.maps else (KINDS[c.phi.kind], NORMS[c.feature_norm])
         return (c.heads, c.key_width, c.value_width, c.conv, BT, widest, heads, at.get("beta", 0), at.get("decay", 0),
-                float(c.beta_max), *maps, EPS)  # fmt: skip
+                float(c.beta_max), *maps, EPS, self.unit)  # fmt: skip
 
     def heads(self):
         """Heads of q, k and v, and one program more for the rates."""
@@ -125,7 +136,7 @@ class _Sizes(NamedTuple):
         if not (c.out_norm or c.gate):
             return None
         return (c.heads, c.value_width, BT, 1 << (max(c.value_width, 16) - 1).bit_length(),
-                self.columns.get("gate", 0), GATES[c.gate], NORM_EPS)  # fmt: skip
+                self.columns.get("gate", 0), GATES[c.gate], NORM_EPS, self.unit)  # fmt: skip
 
     def prepare(self, plan, x, tables, ends=True):
         """Plan what comes before the memory: q, k, v and the rates from the projection, in one launch.
@@ -153,7 +164,7 @@ class _Sizes(NamedTuple):
         plan.launch(
             mixer_tiles.prepare, self.grid(self.heads()),
             (x.p, x.conv, x.before, tables.place, fixed or x.decay_log, x.decay_bias, q, k, v, beta, log_decay,
-             None if packed else last), (T, x.p.shape[2], T * x.p.shape[2]), self.tile(), num_warps=4)  # fmt: skip
+             None if packed else last), self.numbers(), self.tile(), num_warps=4)  # fmt: skip
         if packed and last is not None and ends:
             packed_convolution.plan_ends(plan, x.p, x.before, tables.cu, last)
         inputs = Inputs(q, k, v, beta, log_decay, None, x.memory, cu_seqlens=tables.cu)
@@ -179,9 +190,8 @@ def plan_forward(plan, config, whole, save):
     flat = (*x.p.shape[:2], config.heads * config.value_width)
     if finishing := how.finishing():
         y = plan.empty(flat, o.dtype)
-        numbers = x.p.shape[1], x.p.shape[2], x.p.shape[1] * x.p.shape[2]
         slots = o, x.p, x.out_norm, y
-        plan.launch(mixer_tiles.finish, how.grid(config.heads), slots, numbers, finishing, num_warps=4)
+        plan.launch(mixer_tiles.finish, how.grid(config.heads), slots, how.numbers(), finishing, num_warps=4)
         saved = [o, *saved] if save else []
     else:
         y = plan.compute(lambda o: o.view(flat), (o,), flat, o.dtype)
@@ -197,9 +207,9 @@ def plan_backward(plan, config, whole):
     """
     dy, dmemory, dlast, *rest = plan.inputs
     x, tables, saved = Given(*rest[:GIVEN]), Tables(*rest[GIVEN : GIVEN + TABLES]), rest[GIVEN + TABLES :]
-    B, T, columns = x.p.shape
+    B, T, _ = x.p.shape
     how = _Sizes(config, B, T, whole)
-    numbers, rows = (T, columns, T * columns), B * -(-T // BT)
+    numbers, rows = how.numbers(), B * -(-T // BT)
     # One array takes the gradients of all sections of the projection, each launch its own columns.
     dp, do = plan.empty(x.p.shape, x.p.dtype), dy._replace(shape=(B, T, config.heads, config.value_width))
     inputs, slots, _ = how.prepare(plan, x, tables, ends=False)
@@ -227,7 +237,8 @@ def plan_backward(plan, config, whole):
     plan.launch(
         mixer_tiles.prepare_backward, how.grid(how.heads()),
         (x.p, x.conv, x.before, tables.place, *weights, dq, dk, dv, dbeta, None if dlog is None else dlog_decay, dz,
-         dp, *parts), (*numbers, dz.shape[2]), how.tile(), num_warps=4)  # fmt: skip
+         dp, *parts), (*numbers, dz.shape[2] // unit(dz.shape[2])), (*how.tile(), unit(dz.shape[2])),
+        num_warps=4)  # fmt: skip
     dbefore = dconv = None
     if config.conv and tables.cu is None:
         dbefore, dconv = convolution.plan_backward(plan, dz, dlast, x.p, x.conv, x.before, dp)

@@ -28,23 +28,25 @@ def _history(p, before, b, t, c, inside, T, stride, batch_stride, W: tl.constexp
 
 
 @triton.jit
-def _convolved(p, weight, before, place, b, t, c, inside, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr):
+def _convolved(p, weight, before, place, b, t, c, real, T, stride, batch_stride, W: tl.constexpr, N: tl.constexpr):
     """The convolution [BT, BD] at tokens t and columns c; the projection itself where there is none.
 
-    place (T, 2): where sequences are packed, each token's position in its own, and that one's number; else None.
+    place (T, 2): where sequences are packed, each token's position in its own, and that one's number; else None.  real:
+    columns that are the head's.
     """
+    inside = (t < T)[:, None] & real[None, :]
     if W == 0:
         return tl.load(p + b * batch_stride + t[:, None] * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     else:
         total = tl.zeros(inside.shape, tl.float32)
-        some = tl.max(inside.to(tl.int32), 0) > 0
+        if place is not None:
+            at = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
+            n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
         for j in tl.static_range(W):
-            w = tl.load(weight + j * N + c, mask=some, other=0.0).to(tl.float32)
+            w = tl.load(weight + j * N + c, mask=real, other=0.0).to(tl.float32)
             if place is None:
                 seen = _history(p, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
             else:
-                at = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
-                n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
                 seen = look_back(p, before, t, W - 1 - j, at, n, c, inside, stride, W, N)
             total += w[None, :] * seen
         return total
@@ -57,22 +59,15 @@ def _softplus(x):
 
 
 @triton.jit
-def _place(part, head, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """(first column, width) of a head of q (part 0), k (1) or v (2)."""
-    width = tl.where(part < 2, K, V)
-    return part * H * K + head * width, width
-
-
-@triton.jit
-def prepare(p, weight, before, place, decay_log, decay_bias, q, k, v, beta, log_decay, last, T, stride, batch_stride,
+def prepare(p, weight, before, place, decay_log, decay_bias, q, k, v, beta, log_decay, last, T, units, batch_stride,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
             BH: tl.constexpr, AT_BETA: tl.constexpr, AT_DECAY: tl.constexpr, BETA_MAX: tl.constexpr,
-            KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+            KIND: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """q, k (B, T, H, K) mapped and normalised, v (B, T, H, V), beta and log_decay (B, T, H) of a projection p.
 
     last (B, W - 1, columns of q, k and v): the inputs that the next call's convolution needs.
 
-        p           (B, T, columns) with these strides
+        p           (B, T, columns); a token is `units` times UNIT numbers, so that the compiler sees how it is aligned
         weight      (W, N), and before (B, W - 1, N), of the convolution, or None
         place       (T, 2) of packed sequences, of which B is 1 and `before` has one each, or None
         decay_log   (H,), and decay_bias (H,), or None; without a bias it is the log decay itself, of every token
@@ -83,15 +78,19 @@ def prepare(p, weight, before, place, decay_log, decay_bias, q, k, v, beta, log_
     The programs of a row of the grid are those of q, k and v, head by head, and one for the rates.
     """
     N: tl.constexpr = 2 * H * K + H * V
+    stride = units * UNIT
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     part = tl.program_id(1) // H
     head = tl.program_id(1) % H
     if part < 3:
-        first, width = _place(part, head, H, K, V)
+        width = K
+        if K != V:
+            width = tl.where(part < 2, K, V)
+        first = part * H * K + head * width
         d = tl.arange(0, BD)
         inside = (t < T)[:, None] & (d < width)[None, :]
-        value = _convolved(p, weight, before, place, b, t, first + d, inside, T, stride, batch_stride, W, N)
+        value = _convolved(p, weight, before, place, b, t, first + d, d < width, T, stride, batch_stride, W, N)
         row = (b * T + t) * H + head
         at = row[:, None] * width + d[None, :]
         # Queries and keys: the map and its norm. Values: SiLU where they were convolved, as they are otherwise.
@@ -134,11 +133,10 @@ def prepare(p, weight, before, place, decay_log, decay_bias, q, k, v, beta, log_
 
 @triton.jit
 def prepare_backward(p, weight, before, place, decay_log, decay_bias, dq, dk, dv, dbeta, dlog_decay, dz, dp, log_parts,
-                     bias_parts, T, stride,
-                     batch_stride, dz_stride, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-                     BT: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, AT_BETA: tl.constexpr,
-                     AT_DECAY: tl.constexpr, BETA_MAX: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
-                     EPS: tl.constexpr):  # fmt: skip
+                     bias_parts, T, units, batch_stride, dz_units, H: tl.constexpr, K: tl.constexpr,
+                     V: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+                     AT_BETA: tl.constexpr, AT_DECAY: tl.constexpr, BETA_MAX: tl.constexpr, KIND: tl.constexpr,
+                     NORM: tl.constexpr, EPS: tl.constexpr, UNIT: tl.constexpr, DZ_UNIT: tl.constexpr):  # fmt: skip
     """The gradient of what was convolved, dz, and those of the rates' columns, in dp (the projection's columns).
 
     log_parts, bias_parts (B, blocks of tokens, H): sums over tokens of the gradients of decay_log and decay_bias.
@@ -150,15 +148,19 @@ def prepare_backward(p, weight, before, place, decay_log, decay_bias, dq, dk, dv
     The features are computed again from the projection: what they were is not kept.
     """
     N: tl.constexpr = 2 * H * K + H * V
+    stride = units * UNIT
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     part = tl.program_id(1) // H
     head = tl.program_id(1) % H
     if part < 3:
-        first, width = _place(part, head, H, K, V)
+        width = K
+        if K != V:
+            width = tl.where(part < 2, K, V)
+        first = part * H * K + head * width
         d = tl.arange(0, BD)
         inside = (t < T)[:, None] & (d < width)[None, :]
-        value = _convolved(p, weight, before, place, b, t, first + d, inside, T, stride, batch_stride, W, N)
+        value = _convolved(p, weight, before, place, b, t, first + d, d < width, T, stride, batch_stride, W, N)
         row = (b * T + t) * H + head
         at = row[:, None] * width + d[None, :]
         # Back through the norm and the map, or through SiLU.
@@ -175,7 +177,11 @@ def prepare_backward(p, weight, before, place, decay_log, decay_bias, dq, dk, dv
             g = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32)
             if W:
                 g = slope(g, value, value, 2)
-        tl.store(dz + (b * T + t)[:, None] * dz_stride + first + d[None, :], g.to(dz.dtype.element_ty), mask=inside)
+        tl.store(
+            dz + (b * T + t)[:, None] * (dz_units * DZ_UNIT) + first + d[None, :],
+            g.to(dz.dtype.element_ty),
+            mask=inside,
+        )
     else:
         h = tl.arange(0, BH)
         real = (t < T)[:, None] & (h < H)[None, :]
@@ -200,8 +206,9 @@ def prepare_backward(p, weight, before, place, decay_log, decay_bias, dq, dk, dv
 
 
 @triton.jit
-def finish(o, p, weight, y, T, stride, batch_stride, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-           BV: tl.constexpr, AT_GATE: tl.constexpr, GATE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+def finish(o, p, weight, y, T, units, batch_stride, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+           BV: tl.constexpr, AT_GATE: tl.constexpr, GATE: tl.constexpr, EPS: tl.constexpr,
+           UNIT: tl.constexpr):  # fmt: skip
     """y = o / sqrt(mean o^2 + eps) * weight * gate, for o and y (B, T, H, V).
 
     weight None: no norm.  GATE: 0 for none, 1 for SiLU, 2 for a sigmoid of the projection's columns from AT_GATE on.
@@ -209,6 +216,7 @@ def finish(o, p, weight, y, T, stride, batch_stride, H: tl.constexpr, V: tl.cons
     One program: one head of BT tokens, a row of V numbers for each, held whole, so that the mean never leaves the
     program.
     """
+    stride = units * UNIT
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
@@ -227,14 +235,15 @@ def finish(o, p, weight, y, T, stride, batch_stride, H: tl.constexpr, V: tl.cons
 
 
 @triton.jit
-def finish_backward(o, p, weight, dy, do, dp, parts, T, stride, batch_stride, H: tl.constexpr, V: tl.constexpr,
+def finish_backward(o, p, weight, dy, do, dp, parts, T, units, batch_stride, H: tl.constexpr, V: tl.constexpr,
                     BT: tl.constexpr, BV: tl.constexpr, AT_GATE: tl.constexpr, GATE: tl.constexpr,
-                    EPS: tl.constexpr):  # fmt: skip
+                    EPS: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """The gradient of o, that of the gate's columns in dp, and parts (B, blocks, H, V): sums of the weight's.
 
     The program's tile is that of `finish`. With x = o / rms, g the gradient after the gate and w the weight, do =
     (g w - x mean(g w x)) / rms; the gate's own gradient is dy x w times its slope.
     """
+    stride = units * UNIT
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     head = tl.program_id(1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.torch.kernels.convolution import sum_rows, takes
+from fastweights.torch.kernels.convolution import sum_rows, takes, unit
 from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.methods import register_typed
 from fastweights.torch.packing import remember
@@ -36,22 +36,24 @@ def look_back(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: t
     """
     here = inside & (p >= back)[:, None]
     value = tl.load(x + (t - back)[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
-    if before is not None:
-        old = inside & (p < back)[:, None]
-        at = (n * (W - 1) + (W - 1) + p - back)[:, None] * N + c[None, :]
-        value += tl.load(before + at, mask=old, other=0.0).to(tl.float32)
+    if before is not None:  # noqa: SIM102 - this is known when compiling, the other is not
+        if tl.min(p, 0) < back:  # few programs meet the start of a sequence
+            old = inside & (p < back)[:, None]
+            at = (n * (W - 1) + (W - 1) + p - back)[:, None] * N + c[None, :]
+            value += tl.load(before + at, mask=old, other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
-def _tokens(x, weight, before, place, y, T, stride, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
-            BC: tl.constexpr):  # fmt: skip
+def _tokens(x, weight, before, place, y, T, units, W: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
+            BC: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """y[t] = sum_j weight[j] x[t - (W - 1) + j], where x before a sequence's first token is `before`.
 
     One program: BT tokens of the packed row and BC channels. It reads the BT + W - 1 rows of x that its taps reach,
     mostly from cache, and writes its own tile of y once.
 
-        x           (T, N) with this stride;  weight (W, N);  before (sequences, W - 1, N) or None
+        x           (T, N), `units` times UNIT numbers from token to token, so that the compiler sees how it is aligned
+        weight      (W, N);  before (sequences, W - 1, N) or None
         place       (T, 2): position in its sequence, and the sequence, of every token
         y           (T, N), written
     """
@@ -63,7 +65,7 @@ def _tokens(x, weight, before, place, y, T, stride, W: tl.constexpr, N: tl.const
     total = tl.zeros([BT, BC], tl.float32)
     for j in tl.static_range(W):
         w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
-        total += w[None, :] * look_back(x, before, t, W - 1 - j, p, n, c, inside, stride, W, N)
+        total += w[None, :] * look_back(x, before, t, W - 1 - j, p, n, c, inside, units * UNIT, W, N)
     tl.store(y + t[:, None] * N + c[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -94,8 +96,9 @@ def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.c
 
 
 @triton.jit
-def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, stride, dx_stride, W: tl.constexpr,
-                     N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, units, dx_units, W: tl.constexpr,
+                     N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
+                     DX_UNIT: tl.constexpr):  # fmt: skip
     """Gradients of x, and of the weight as sums over this program's tokens.
 
     Token t was read by itself and by the next W - 1 tokens of its sequence, each with another tap:
@@ -105,7 +108,7 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, st
     One program: the tile of `_tokens`.
 
         dy          (T, N);  dlast (sequences, W - 1, N) or None
-        dx          (T, N) with this stride, written
+        dx          (T, N) with dx_units times DX_UNIT numbers from token to token, written
         dweight     (blocks of tokens, W, N), written: summed over blocks afterwards
     """
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -123,12 +126,13 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, st
         seen = inside & (left >= back)[:, None]
         up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
         total += w[None, :] * up
-        had = look_back(x, before, t, back, p, n, c, inside, stride, W, N)
+        had = look_back(x, before, t, back, p, n, c, inside, units * UNIT, W, N)
         tl.store(dweight + (part + j) * N + c, tl.sum(g * had, 0), mask=c < N)
-    if dlast is not None:
-        at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
-        total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
-    tl.store(dx + t[:, None] * dx_stride + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
+    if dlast is not None:  # noqa: SIM102 - this is known when compiling, the other is not
+        if tl.min(left, 0) < W - 1:  # few programs meet the end of a sequence
+            at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
+            total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
+    tl.store(dx + t[:, None] * (dx_units * DX_UNIT) + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -204,8 +208,9 @@ def forward(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor
         y = plan.empty((1, T, N), torch.promote_types(x.dtype, weight.dtype))
         last = plan.empty((sequences, W - 1, N), x.dtype if before is None else before.dtype)
         if T:
-            plan.launch(_tokens, (-(-T // BT), -(-N // BC)), (slot_x, slot_w, slot_b, slot_p, y), (T, x.stride(1)),
-                        (W, N, BT, BC), num_warps=4)  # fmt: skip
+            step = unit(x.stride(1))
+            plan.launch(_tokens, (-(-T // BT), -(-N // BC)), (slot_x, slot_w, slot_b, slot_p, y),
+                        (T, x.stride(1) // step), (W, N, BT, BC, step), num_warps=4)  # fmt: skip
         plan_ends(plan, slot_x, slot_b, slot_cu, last)
         plan.results = y.place, last.place
         keep(_plans, key, plan)
@@ -228,7 +233,8 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
     # Each block of tokens writes its own sum of the weight's gradient; they are added up afterwards, in order.
     parts, dweight = plan.empty((blocks, W, N), torch.float32), plan.empty((W, N), weight.dtype)
     plan.launch(_tokens_backward, (blocks, columns), (dy, dlast, x, weight, before, place, cu, dx, parts),
-                (T, x.strides[1], dx.shape[-1]), (W, N, BT, BC), num_warps=4)  # fmt: skip
+                (T, x.strides[1] // unit(x.strides[1]), dx.shape[-1] // unit(dx.shape[-1])),
+                (W, N, BT, BC, unit(x.strides[1]), unit(dx.shape[-1])), num_warps=4)  # fmt: skip
     sum_rows(plan, parts, dweight)
     dbefore = None if before is None else plan.empty(before.shape, before.dtype)
     if dbefore is not None:
