@@ -28,7 +28,7 @@ class Torch:
         import torch
 
         import fastweights.torch as fw
-        from fastweights.torch.nn import export_parameters
+        from fastweights.torch.parameters import export_parameters
 
         torch.manual_seed(0)
         self.torch, self.kind = torch, kind

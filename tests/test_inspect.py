@@ -17,7 +17,8 @@ import fastweights.torch as fw
 from fastweights import cli
 from fastweights.core import FastWeightError
 from fastweights.files import write_tensors
-from fastweights.inspect import page, readers
+from fastweights.inspect import page, page_data, run_reader
+from fastweights.inspect.reading import SEGMENT, check_text
 from fastweights.inspect.sources import NONE, Tracker
 from fastweights.models import run_folder
 from fastweights.models.config import Config
@@ -69,7 +70,9 @@ def inspect(place, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def reading(place):
     tracker = Tracker(4096, 10**9)
-    return readers.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker), tracker
+    return run_reader.read_run(
+        place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker
+    ), tracker
 
 
 def test_losses_are_those_of_the_model(place, reading):
@@ -78,8 +81,8 @@ def test_losses_are_those_of_the_model(place, reading):
     row = torch.tensor([[256, *TEXT.encode()]])
     state, parts = None, []
     with torch.no_grad():
-        for at in range(0, row.shape[1] - 1, readers.SEGMENT):
-            part = row[:, at : at + readers.SEGMENT + 1]
+        for at in range(0, row.shape[1] - 1, SEGMENT):
+            part = row[:, at : at + SEGMENT + 1]
             parts.append(model.score(part[:, :-1], part[:, 1:], state))
             state = parts[-1].state
     static, memory, fast = (m.losses for m in found.modes)
@@ -117,7 +120,7 @@ def test_sources_are_those_of_the_whole_text(place, reading):
 
 def test_what_lies_before_the_window_is_told_as_one(place, reading):
     tracker = Tracker(128, 10**9)
-    readers.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker)
+    run_reader.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker)
     for name, found in reading[1].found().items():
         near, back = tracker.found()[name].reads, found.reads.back
         assert near.back[near.back != NONE].max() < 256
@@ -128,7 +131,7 @@ def test_what_lies_before_the_window_is_told_as_one(place, reading):
 
 
 def test_every_character_belongs_to_a_token(reading):
-    text, lengths = page.pieces(reading[0])
+    text, lengths = page_data.pieces(reading[0])
     assert text == TEXT
     assert lengths.sum() == len(TEXT)
     assert sorted(set(lengths)) == [0, 1], "the first byte of an umlaut is a token without a character"
@@ -151,7 +154,7 @@ def browser():
 @pytest.fixture(scope="module")
 def small_page(place, reading):
     path = place / "small.html"
-    page.write(path, [page.model_block(reading[0], reading[1].found())], "What the memory did with text.txt")
+    page.write(path, [page_data.model_block(reading[0], reading[1].found())], "What the memory did with text.txt")
     return path
 
 
@@ -206,13 +209,13 @@ def test_a_browser_shows_the_page(browser, small_page, width):
 
 @pytest.mark.xdist_group("browser")
 def test_a_hundred_thousand_tokens_scroll(browser, place, monkeypatch):
-    monkeypatch.setattr(readers, "POINTS", 2)
+    monkeypatch.setattr(run_reader, "POINTS", 2)
     run = make_run(place / "narrow", dim=8, heads=1, layers="gated-delta", head="linear", length=1024)
     long = place / "long.txt"
     long.write_text((TEXT * 100)[:100_000].encode()[:100_000].decode("utf-8", "ignore"))
     tracker = Tracker(256, 3_600_000)
-    found = readers.read_run(run, long, every=16, limit=100_000, device="cpu", watch=tracker)
-    size = page.write(place / "long.html", [page.model_block(found, tracker.found())], "long")
+    found = run_reader.read_run(run, long, every=16, limit=100_000, device="cpu", watch=tracker)
+    size = page.write(place / "long.html", [page_data.model_block(found, tracker.found())], "long")
     assert len(found.text.tokens) > 99_990
     assert size < 10_000_000
     with Visit(browser, place / "long.html") as visit:
@@ -349,7 +352,7 @@ def test_errors_say_what_is_wrong(place, inspect):
 
 
 def test_text_is_checked():
-    readers.check_text(Path("a"), "plain ünd".encode())
-    readers.check_text(Path("a"), "mostly text, one byte \xe9 of Latin-1".encode("latin-1"))
+    check_text(Path("a"), "plain ünd".encode())
+    check_text(Path("a"), "mostly text, one byte \xe9 of Latin-1".encode("latin-1"))
     with pytest.raises(FastWeightError, match="is not text"):
-        readers.check_text(Path("a"), b"\xff\xfe\xfd")
+        check_text(Path("a"), b"\xff\xfe\xfd")

@@ -139,7 +139,7 @@ def test_weights_go_there_and_back(framework, kind, arguments):
     """PyTorch -> here -> another PyTorch layer; FAVOR+'s directions and the number of draws with them."""
     import torch
 
-    from fastweights.torch.nn import export_parameters, import_parameters
+    from fastweights.torch.parameters import export_parameters, import_parameters
 
     layer = Torch(kind, arguments, "float32").layer
     if kind == "FastWeightAttention":

@@ -15,30 +15,44 @@ import typer
 from rich.console import Console
 
 import fastweights
-from fastweights.cli import bench, bench_models, demo, huggingface, info, language_model, microscope, reproduce
+from fastweights.cli import (
+    bench,
+    bench_layers,
+    bench_models,
+    demo,
+    evaluate,
+    generate,
+    hf_adapt,
+    hf_eval,
+    huggingface,
+    info,
+    microscope,
+    reproduce,
+    train,
+)
 from fastweights.core import FastWeightError, FastWeightWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
-    "train": language_model.train,
-    "eval": language_model.evaluate,
-    "generate": language_model.generate,
-    "read": language_model.read,
+    "train": train.train,
+    "eval": evaluate.evaluate,
+    "generate": generate.generate,
+    "read": generate.read,
     "inspect": microscope.inspect,
-    "hf eval": huggingface.evaluate,
-    "hf adapt": huggingface.adapt,
+    "hf eval": hf_eval.evaluate,
+    "hf adapt": hf_adapt.adapt,
     "hf export": huggingface.export,
     "reproduce": reproduce.reproduce,
     "bench memory": bench.memory,
     "bench lengths": bench.lengths,
-    "bench layers": bench.layers,
-    "bench host": bench.host,
-    "bench fwl": bench.fwl,
+    "bench layers": bench_layers.layers,
+    "bench host": bench_layers.host,
+    "bench fwl": bench_layers.fwl,
     "bench lm": bench_models.lm,
     "bench train": bench_models.train,
     "bench decode": bench_models.decode,
     "bench hf": bench_models.hf,
-    "bench lab": bench.lab,
+    "bench lab": bench_layers.lab,
     "info": info.info,
 }
 

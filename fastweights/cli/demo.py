@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli import language_model
+from fastweights.cli import evaluate, generate
 from fastweights.cli.options import need, say, wait_without_spinning
 
 PROMPT = "class Queue:\n    def __init__(self"
@@ -60,11 +60,11 @@ def demo(
     config = training.configured("laptop", changes)
     training.train(config, run, console=Console())
     say("\n2 of 3. Reading files that it has not seen, with and without memory.", style="bold")
-    language_model.evaluate(run, min_bytes=min(8192, limit), limit=limit)
+    evaluate.evaluate(run, min_bytes=min(8192, limit), limit=limit)
     say("\n3 of 3. Writing, token by token.", style="bold")
     # The layer that learned while it read would also learn its own mistakes: writing, it soon repeats itself.
     how: dict[str, Any] = dict(temperature=0.7, min_p=0.1, learn=False)
-    language_model.generate(run, prompt=prompt, tokens=tokens, whole=language_model.Whole.blocks, **how)
+    generate.generate(run, prompt=prompt, tokens=tokens, whole=generate.Whole.blocks, **how)
     say("\nWhat you have just seen", style="bold")
     say(in_words(json.loads((run / "eval.json").read_text()), run))
 

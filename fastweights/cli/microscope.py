@@ -45,7 +45,7 @@ def inspect(
     wait_without_spinning()
     if head is not None and not hf:
         raise FastWeightError(f"--head is {head} without --hf; expected both: a head belongs to a Hugging Face model")
-    from fastweights.inspect import page, readers
+    from fastweights.inspect import hf_reader, page, page_data, run_reader
     from fastweights.inspect.sources import Tracker
 
     out = out or Path(file.name + ".html")
@@ -55,10 +55,10 @@ def inspect(
         tracker = Tracker(window, BUDGET // len(models))
         how: dict[str, Any] = dict(every=every, limit=limit, device=device, watch=tracker)
         if hf:
-            reading = readers.read_hf(model, file, head=head, window=window, **how)
+            reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
         else:
-            reading = readers.read_run(model, file, **how)
-        blocks.append(page.model_block(reading, tracker.found()))
+            reading = run_reader.read_run(model, file, **how)
+        blocks.append(page_data.model_block(reading, tracker.found()))
         kept = len(reading.text.tokens)
         say(f"{model}: {kept:,} tokens of {file}, {len(reading.probe.memories)} memories")
     size = page.write(out, blocks, f"What the memory did with {file.name}")

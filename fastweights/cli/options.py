@@ -55,3 +55,9 @@ def say(text: str, style: str = "") -> None:
     from rich.console import Console
 
     Console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def prepare_torch(command: str) -> None:
+    """What the commands of the language model do before they import PyTorch."""
+    need(command, "lm", "torch")
+    wait_without_spinning()

@@ -20,9 +20,12 @@ from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 
 if TYPE_CHECKING:
-    from fastweights.jax.fwl import FWLBlock, make_labels
-    from fastweights.jax.nn import FastWeightAttention, export_parameters, import_parameters, redraw
-    from fastweights.jax.sequential import FastWeightProgrammer, FastWeightRNN
+    from fastweights.jax.fwl import FWLBlock
+    from fastweights.jax.labels import make_labels
+    from fastweights.jax.nn import FastWeightAttention, redraw
+    from fastweights.jax.parameters import export_parameters, import_parameters
+    from fastweights.jax.programmer import FastWeightProgrammer
+    from fastweights.jax.rnn import FastWeightRNN
 
 __all__ = [
     "PRESETS",
@@ -47,11 +50,11 @@ __all__ = [
 _FLAX = {
     "FWLBlock": "fwl",
     "FastWeightAttention": "nn",
-    "FastWeightProgrammer": "sequential",
-    "FastWeightRNN": "sequential",
-    "export_parameters": "nn",
-    "import_parameters": "nn",
-    "make_labels": "fwl",
+    "FastWeightProgrammer": "programmer",
+    "FastWeightRNN": "rnn",
+    "export_parameters": "parameters",
+    "import_parameters": "parameters",
+    "make_labels": "labels",
     "redraw": "nn",
 }
 

@@ -8,10 +8,13 @@ from fastweights.attention import AttentionState
 from fastweights.attention_config import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLOutput, FWLState
-from fastweights.keras.fwl import FWLBlock, make_labels
-from fastweights.keras.nn import FastWeightAttention, export_parameters, import_parameters
+from fastweights.keras.fwl import FWLBlock
+from fastweights.keras.labels import make_labels
+from fastweights.keras.nn import FastWeightAttention
 from fastweights.keras.ops import fast_weight, feature_map
-from fastweights.keras.sequential import FastWeightProgrammer, FastWeightRNN
+from fastweights.keras.parameters import export_parameters, import_parameters
+from fastweights.keras.programmer import FastWeightProgrammer
+from fastweights.keras.rnn import FastWeightRNN
 from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
 

@@ -1,17 +1,15 @@
-"""Sequential fast-weight networks for Keras (the equations are in fastweights/sequential.py)."""
+"""What the sequential networks of Keras share: activations, a scan over tokens, first weights and the check of x."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import keras
-import numpy as np
-from keras import KerasTensor, ops
+from keras import ops
 
 from fastweights.core import FastWeightError
-from fastweights.keras.framework import Tensor, matmul
-from fastweights.keras.nn import add_parameter, random_generator
-from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, programmer_widths, settle
+from fastweights.keras.framework import Tensor
+from fastweights.keras.parameters import random_generator
+from fastweights.sequential import check_activation
 
 
 def _tanh(x):
@@ -31,214 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@keras.saving.register_keras_serializable(package="fastweights")
-class FastWeightRNN(keras.layers.Layer):
-    r"""A recurrent network that attends to its recent past through fast weights (Ba et al. 2016).
-
-    The hidden vector h first follows from the input and the last hidden vector, then is pulled, `inner_steps` times,
-    towards past hidden vectors that it resembles, which the fast weights A hold:
-
-    $$ b_t = W h_{t-1} + C x_t + c, \qquad g \leftarrow f(b_t), \qquad
-       g \leftarrow f(\mathrm{LN}(b_t + A_{t-1} g)), \qquad h_t = g $$
-
-    $$ A_t = \lambda A_{t-1} + \eta\, h_t h_t^\top $$
-
-        >>> rnn = FastWeightRNN(8, 32)
-        >>> h, state = rnn(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, hidden)
-
-    While a call is shorter than the network is wide and starts afresh, the fast weights are applied as attention over
-    past hidden vectors, so no hidden x hidden matrix is kept per step; the one in the returned state is made at the
-    end. A length unknown while TensorFlow builds a graph counts as long.
-
-    Args:
-        inputs, hidden: widths.
-        decay: share of the fast weights kept per token.
-        rate: the step with which they learn.
-        inner_steps: reads of the fast weights per token (the paper uses 1).
-        layer_norm: normalise the drive of each inner step, without which more than one step diverges.
-        activation: "relu", "tanh", "sigmoid", "identity" or a function.
-        name, trainable, dtype: as for any Keras layer.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        *,
-        decay: float = 0.95,
-        rate: float = 0.5,
-        inner_steps: int = 1,
-        layer_norm: bool = True,
-        activation: str | Callable[[Tensor], Tensor] = "relu",
-        name: str | None = None,
-        trainable: bool = True,
-        dtype: Any = None,
-    ):
-        super().__init__(name=name, trainable=trainable, dtype=dtype)
-        activation = _activation(activation)
-        check_rates(decay, rate, inner_steps)
-        self.inputs, self.hidden, self.decay, self.rate = inputs, hidden, decay, rate
-        self.inner_steps, self.layer_norm, self.activation = inner_steps, layer_norm, activation
-        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop
-
-    def build(self, input_shape: Any = None) -> None:
-        """Make the weights; the shape of the input does not matter."""
-        size = self.hidden
-        self.W = add_parameter(self, "W", 0.05 * np.eye(size))
-        self.C = add_parameter(self, "C", _uniform(self.inputs, size))
-        self.bias = add_parameter(self, "bias", np.zeros(size))
-        if self.layer_norm:
-            self.norm_weight = add_parameter(self, "norm_weight", np.ones(size))
-            self.norm_bias = add_parameter(self, "norm_bias", np.zeros(size))
-
-    def call(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
-        """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
-
-        Args:
-            x: (B, T, inputs).
-            state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
-        """
-        _check_input(x, self.inputs)
-        W = ops.convert_to_tensor(self.W)
-        drive = matmul(x, self.C) + self.bias
-        B, T, size = ops.shape(drive)
-        if isinstance(T, int) and state is None and self.hidden > T:
-            return self._attend(drive, W)
-
-        def move(state, drive):
-            h, A = state
-            h = self._settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0])
-            return (h, self.decay * A + self.rate * h[:, :, None] * h[:, None, :]), h
-
-        start = (ops.zeros((B, size), drive.dtype), ops.zeros((B, size, size), drive.dtype)) if state is None else state
-        last, h = _scan(move, tuple(start), drive)
-        return h, RNNState(*last)
-
-    def _attend(self, drive, W):
-        """A g without A: rate * sum over past h of decay^age h (h . g).
-
-        `past` (B, T, hidden) holds the last T hidden vectors, the newest last; before there were any, zeros.
-        """
-        B, T, size = ops.shape(drive)
-        weights = ops.convert_to_tensor(self.rate * self.decay ** np.arange(T - 1.0, -1, -1)[:, None], drive.dtype)
-
-        def move(past, drive):
-            h = self._settle(drive + past[:, -1] @ W, lambda g: ops.sum((past @ g[..., None]) * weights * past, 1))
-            return ops.concatenate([past[:, 1:], h[:, None]], 1), h
-
-        past = ops.zeros((B, T, size), drive.dtype)
-        past, h = _scan(move, past, drive)
-        last = past[:, -1] if T else ops.zeros((B, size), drive.dtype)
-        return h, RNNState(last, ops.swapaxes(past * weights, 1, 2) @ past)
-
-    def _settle(self, b, recall):
-        """h from b by the inner loop of the equation; recall(g) is A g."""
-        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        norm = lambda x: layer_norm(x, self.norm_weight, self.norm_bias, ops)  # noqa: E731
-        return settle(b, recall, f, self.inner_steps, norm if self.layer_norm else None)
-
-    def compute_output_spec(self, x, state=None):
-        """Shapes and dtypes of what `call` returns, for a functional model."""
-        _check_input(x, self.inputs)
-        (B, T, _), size, dtype = x.shape, self.hidden, self.compute_dtype
-        state = RNNState(KerasTensor((B, size), dtype), KerasTensor((B, size, size), dtype))
-        return KerasTensor((B, T, size), dtype), state
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments that make this layer again, for saving."""
-        names = ("inputs", "hidden", "decay", "rate", "inner_steps", "layer_norm")
-        return super().get_config() | {n: getattr(self, n) for n in names} | _serialised(self.activation)
-
-    def __repr__(self) -> str:
-        return (
-            f"FastWeightRNN({self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, "
-            f"inner_steps={self.inner_steps})"
-        )
-
-
-@keras.saving.register_keras_serializable(package="fastweights")
-class FastWeightProgrammer(keras.layers.Layer):
-    r"""The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
-
-    At every token the slow network, one linear map of x, makes two vectors, whose outer product changes W:
-
-    $$ W_t = \sigma(W_{t-1} + a_t b_t^\top), \qquad y_t = W_t x_t, \qquad a_t, b_t \text{ linear in } x_t $$
-
-        >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
-        >>> y, W = programmer(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, outputs)
-
-    The fast network reads the same x, y = W x, as in the paper; its state W is (B, outputs, inputs).
-
-    Args:
-        inputs, outputs: widths of x and y.
-        width: let the fast network read another projection of x instead, of this width; W is (B, outputs, width).
-        activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
-            function.
-        name, trainable, dtype: as for any Keras layer.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        width: int | None = None,
-        activation: str | Callable[[Tensor], Tensor] = "tanh",
-        name: str | None = None,
-        trainable: bool = True,
-        dtype: Any = None,
-    ):
-        super().__init__(name=name, trainable=trainable, dtype=dtype)
-        self.inputs, self.outputs, self.width = inputs, outputs, width
-        self.widths = programmer_widths(inputs, outputs, width)
-        self.activation = _activation(activation)
-        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop
-
-    def build(self, input_shape: Any = None) -> None:
-        """Make the weights; the shape of the input does not matter."""
-        self.slow = add_parameter(self, "slow", _uniform(self.inputs, sum(self.widths)))
-
-    def call(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
-
-        Args:
-            x: (B, T, inputs).
-            state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
-        """
-        _check_input(x, self.inputs)
-        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        written = matmul(x, self.slow)
-        if self.width is None:
-            written = ops.concatenate([written, ops.cast(x, written.dtype)], -1)
-        if state is None:
-            state = ops.zeros((ops.shape(x)[0], self.outputs, self.widths[1]), written.dtype)
-
-        def move(W, written):
-            a, b, fast_x = ops.split(written, [self.outputs, self.outputs + self.widths[1]], -1)
-            W = f(W + a[:, :, None] * b[:, None, :])
-            return W, (W @ fast_x[..., None])[..., 0]
-
-        state, y = _scan(move, state, written, self.outputs)
-        return y, state
-
-    def compute_output_spec(self, x, state=None):
-        """Shapes and dtypes of what `call` returns, for a functional model."""
-        _check_input(x, self.inputs)
-        (B, T, _), dtype = x.shape, self.compute_dtype
-        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.widths[1]), dtype)
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments that make this layer again, for saving."""
-        arguments = dict(inputs=self.inputs, outputs=self.outputs, width=self.width)
-        return super().get_config() | arguments | _serialised(self.activation)
-
-    def __repr__(self) -> str:
-        return (
-            f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, activation={self.activation!r})"
-        )
-
-
-def _scan(move, carry, xs, width=None):
+def scan(move, carry, xs, width=None):
     """carry, y = move(carry, x) over the tokens of xs (B, T, ...): (carry, ys).  width: of y; that of x when absent.
 
     TensorFlow's ops.scan puts out nothing but its carry, a matrix per token here, so its own loop is used there.
@@ -262,25 +53,25 @@ def _scan(move, carry, xs, width=None):
     return carry, ops.moveaxis(ys, 0, 1)
 
 
-def _activation(given):
+def read_activation(given):
     """As an argument gives it: a name, a function, or what `get_config` made of a function."""
     given = keras.saving.deserialize_keras_object(given) if isinstance(given, dict) else given
     check_activation(given)
     return given
 
 
-def _serialised(activation):
+def serialised(activation):
     """An activation as `get_config` saves it: its name, or what Keras makes of a function."""
     name = activation if isinstance(activation, str) else keras.saving.serialize_keras_object(activation)
     return {"activation": name}
 
 
-def _uniform(*shape):
+def uniform(*shape):
     """Uniform up to 1 / sqrt(in), as torch.nn.Linear starts."""
     return random_generator().uniform(-1, 1, shape) / math.sqrt(shape[0])
 
 
-def _check_input(x, inputs):
+def check_input(x, inputs):
     """Raise FastWeightError unless x is (B, T, inputs)."""
     if len(x.shape) != 3 or x.shape[-1] != inputs:
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")

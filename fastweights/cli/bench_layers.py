@@ -1,0 +1,153 @@
+"""`fastweights bench layers`, `host`, `fwl` and `lab`: what layers cost, on a device and on its host."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fastweights.cli.bench_options import (
+    Device,
+    Inputs,
+    Json,
+    On,
+    Repeats,
+    Smoke,
+    agreeing,
+    dtype_of,
+    start,
+    write,
+)
+from fastweights.core import FastWeightError
+
+
+def layers(
+    name: Annotated[
+        list[str] | None, typer.Option(help="Layer to time: a preset, or 'default'; repeatable. All when absent.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per layer; 20 when absent.")] = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time layers beside their projections alone and their memory alone, forward+backward.
+
+    The last column is the layer's time over the sum of the two: what feature maps, convolution, norms and gates cost.
+
+    For example: `fastweights bench layers --name default --name gated-deltanet`
+    """
+    path = start("bench layers", "cpu", "layers", smoke, json)
+    from fastweights.bench import layers as bench_layers
+    from fastweights.bench import report
+
+    # A misspelt name is said before anything is timed.
+    for each in name or ():
+        if each not in bench_layers.NAMES:
+            raise FastWeightError(f"--name is {each!r}; expected one of {', '.join(bench_layers.NAMES)}")
+    names = name or bench_layers.NAMES
+    sizes = bench_layers.SMOKE if smoke else bench_layers.DEFAULT
+    with agreeing(len(names)) as advance:
+        results = bench_layers.run(names, **sizes, repeats=repeats or (2 if smoke else 20), advance=advance)
+    bench_layers.show(results, Console(), **sizes)
+    write(path, report.payload("cpu") | {"layers": bench_layers.payload(results, sizes)})
+
+
+def host(
+    device: On = Device.cpu,
+    dtype: Inputs = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Time torch.compile of the first layer too."),
+    ] = False,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--layer", help="Preset to time as a layer; repeatable. All when absent, deltanet first."),
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time FLA too, whose first call tunes itself for minutes.")
+    ] = False,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per contestant, of 20 calls each.")] = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time what a call costs the host in eager mode: the operation, each layer and one block, beside attention's own.
+
+    The host is the CPU's side: checking arguments, launching kernels, building the graph of gradients. On a GPU it
+    bounds small calls, since the device waits for it.
+
+    For example: `fastweights bench host --device cuda --compile --layer deltanet`
+    """
+    path = start("bench host", device, "host", smoke, json)
+    import torch
+
+    from fastweights.attention_config import PRESETS
+    from fastweights.bench import host as bench_host
+    from fastweights.bench import report
+
+    shape, kind = bench_host.SMOKE if smoke else bench_host.SHAPE, getattr(torch, dtype_of(dtype, device))
+    for each in name or ():
+        if each not in PRESETS:
+            raise FastWeightError(f"--layer is {each!r}; expected one of {', '.join(PRESETS)}")
+    # DeltaNet first: it is the layer that the comparison with attention is about.
+    layers = name or ["deltanet", *(each for each in PRESETS if each != "deltanet")]
+    samples = repeats or (1 if smoke else 10)
+    with agreeing(bench_host.steps(samples, layers, compiled, device)) as advance:
+        results = bench_host.run(
+            shape, device, kind, samples, layers=layers, compiled=compiled, peers=peers, advance=advance
+        )
+    bench_host.show(results, shape, device, kind, Console())
+    write(path, report.payload(device) | {"host": bench_host.payload(results, shape, kind)})
+
+
+def fwl(
+    device: On = Device.cpu,
+    framework: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Framework besides PyTorch to time: jax, keras or none; repeatable. All installed ones when absent."
+        ),
+    ] = None,
+    repeats: Repeats = None,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Time a Fast Weight Layer: on a CPU a training step with and without it, on a GPU the block alone.
+
+    The layer is the output block that learns from the text it reads. It is timed in its published form and with a
+    refresh every 64 tokens, beside the same block that learns nothing. Then the block of every framework that is
+    installed, alone: PyTorch, JAX, and Keras on the backend it is set to.
+
+    For example: `fastweights bench fwl --device cuda`
+    """
+    path = start("bench fwl", device, "fwl", smoke, json)
+    from fastweights.bench import fwl as bench_fwl
+    from fastweights.bench import report
+
+    # On a GPU the three kinds of products that it has; on a CPU there is one.
+    shapes = bench_fwl.SMOKE if smoke else bench_fwl.SHAPES[device]
+    precisions = ["float32", "tf32", "bfloat16"] if device == Device.cuda else ["float32"]
+    samples = repeats or (2 if smoke else 10)
+    with agreeing(len(shapes) * (len(precisions) + 1)) as advance:
+        results = bench_fwl.run(shapes, device, precisions, samples, advance)
+        frameworks = bench_fwl.run_frameworks(shapes, device, samples, advance, framework)
+    bench_fwl.show(results, device, Console())
+    bench_fwl.show_frameworks(frameworks, device, Console())
+    found = {"fwl": bench_fwl.payload(results), "fwl_frameworks": bench_fwl.payload_frameworks(frameworks)}
+    write(path, report.payload(device) | found)
+
+
+def lab(repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:
+    """Time training steps of the overwriting experiment beside the published algorithm, a loop over tokens.
+
+    Both draw the same kind of batches and must have the same loss and gradients before any time is reported.
+
+    For example: `fastweights bench lab --repeats 20`
+    """
+    path = start("bench lab", "cpu", "lab", smoke, json)
+    from fastweights.bench import lab as bench_lab
+    from fastweights.bench import report
+
+    # Ours and the published loop take turns; both count.
+    samples = repeats or (2 if smoke else 10)
+    with agreeing(2 * samples) as advance:
+        result = bench_lab.run(samples, advance, **(bench_lab.SMOKE if smoke else {}))
+    bench_lab.show(result, Console())
+    write(path, report.payload("cpu") | {"lab": bench_lab.payload(result)})

@@ -1,0 +1,50 @@
+"""The charts of the page, Plotly's figures as JSON, and the sentence that says how to read each."""
+
+import json
+from typing import Any
+
+from fastweights.torch import probe_figures
+from fastweights.torch.probe_figures import CURVES, LAYERS, MAPS
+
+POINTS = 400  # of a curve, and columns of a map
+READ_MAPS = {
+    "beta": "How strongly each token writes: 0 leaves the memory as it is, 1 replaces what the key retrieves.",
+    "decay": "The share of the memory that each token keeps; below 1 everything stored fades.",
+    "retrieved": "How much the key of each token finds in the memory before it writes.",
+    "error": "How far the new value is from what its key retrieved: bright where the memory was wrong.",
+    "cosine": "1 where a key retrieves the direction it is about to write, 0 where it retrieves something else.",
+    "written": "How much each token changes the memory: the norm of its write.",
+}
+READ_CURVES = {
+    "norms": "How much the memory holds. A curve that levels off has found a balance of writing and forgetting.",
+    "ranks": "How many independent directions the memory uses; one association uses one.",
+    "capacity": "The same as a share of all directions there are. Near 1 a new association must disturb old ones.",
+    "interference": "How far what earlier keys retrieve moves while 16 more tokens are written: 0 kept, 1 gone.",
+    "half-lives": "Tokens after which decay alone leaves half of a write; no line where nothing decays.",
+    "losses": "Loss of the Fast Weight Layer as trained and as it learns from this text; the gap is what it learned.",
+    "steps": "How far each step moves the weights of the Fast Weight Layer.",
+}
+
+
+def charts(probe):
+    """Plotly's figures as JSON, and the sentence beside each.
+
+    Maps (a row per head, a column per token) where there are memories; curves of memories and of Fast Weight Layers
+    where the model has them. All are thinned to POINTS columns, so the page stays small for a long text.
+    """
+    made: dict[str, list[dict[str, Any]]] = dict(maps=[], curves=[])
+    if probe.memories:
+        for kind, title in MAPS.items():
+            figure = probe_figures.plotly_map(probe_figures.map_of(probe, kind, POINTS), title)
+            made["maps"].append(_figure(kind, title, READ_MAPS[kind], figure))
+    for kind in [*(CURVES if probe.memories else ()), *(LAYERS if probe.layers else ())]:
+        title = CURVES[kind][1] if kind in CURVES else LAYERS[kind]
+        figure = probe_figures.plotly_curves(probe_figures.curves(probe, kind, POINTS), title)
+        made["curves"].append(_figure(kind, title, READ_CURVES[kind], figure))
+    return made
+
+
+def _figure(kind, title, about, figure):
+    """One chart for the page: without a background of its own, so that it fits a light and a dark page."""
+    figure.update_layout(template="none", paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", autosize=True)
+    return dict(kind=kind, title=title, about=about, figure=json.loads(figure.to_json()))

@@ -1,0 +1,97 @@
+"""`FastWeightProgrammer` for Keras: a slow network writes the weights of a fast one (Schmidhuber 1992).
+
+The equations are in fastweights/sequential.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import KerasTensor, ops
+
+from fastweights.keras.framework import Tensor, matmul
+from fastweights.keras.parameters import add_parameter
+from fastweights.keras.sequential import ACTIVATIONS, check_input, read_activation, scan, serialised, uniform
+from fastweights.sequential import programmer_widths
+
+
+@keras.saving.register_keras_serializable(package="fastweights")
+class FastWeightProgrammer(keras.layers.Layer):
+    r"""The classic fast weight programmer: a slow network adds outer products to the weights of a fast one.
+
+    At every token the slow network, one linear map of x, makes two vectors, whose outer product changes W:
+
+    $$ W_t = \sigma(W_{t-1} + a_t b_t^\top), \qquad y_t = W_t x_t, \qquad a_t, b_t \text{ linear in } x_t $$
+
+        >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
+        >>> y, W = programmer(keras.random.normal((2, 10, 8)))   # (B, T, inputs) -> (B, T, outputs)
+
+    The fast network reads the same x, y = W x, as in the paper; its state W is (B, outputs, inputs).
+
+    Args:
+        inputs, outputs: widths of x and y.
+        width: let the fast network read another projection of x instead, of this width; W is (B, outputs, width).
+        activation: sigma, applied to the fast weights after each write: "identity", "tanh", "relu", "sigmoid" or a
+            function.
+        name, trainable, dtype: as for any Keras layer.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        width: int | None = None,
+        activation: str | Callable[[Tensor], Tensor] = "tanh",
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, trainable=trainable, dtype=dtype)
+        self.inputs, self.outputs, self.width = inputs, outputs, width
+        self.widths = programmer_widths(inputs, outputs, width)
+        self.activation = read_activation(activation)
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the weights; the shape of the input does not matter."""
+        self.slow = add_parameter(self, "slow", uniform(self.inputs, sum(self.widths)))
+
+    def call(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
+
+        Args:
+            x: (B, T, inputs).
+            state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+        """
+        check_input(x, self.inputs)
+        f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        written = matmul(x, self.slow)
+        if self.width is None:
+            written = ops.concatenate([written, ops.cast(x, written.dtype)], -1)
+        if state is None:
+            state = ops.zeros((ops.shape(x)[0], self.outputs, self.widths[1]), written.dtype)
+
+        def move(W, written):
+            a, b, fast_x = ops.split(written, [self.outputs, self.outputs + self.widths[1]], -1)
+            W = f(W + a[:, :, None] * b[:, None, :])
+            return W, (W @ fast_x[..., None])[..., 0]
+
+        state, y = scan(move, state, written, self.outputs)
+        return y, state
+
+    def compute_output_spec(self, x, state=None):
+        """Shapes and dtypes of what `call` returns, for a functional model."""
+        check_input(x, self.inputs)
+        (B, T, _), dtype = x.shape, self.compute_dtype
+        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.widths[1]), dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make this layer again, for saving."""
+        arguments = dict(inputs=self.inputs, outputs=self.outputs, width=self.width)
+        return super().get_config() | arguments | serialised(self.activation)
+
+    def __repr__(self) -> str:
+        return (
+            f"FastWeightProgrammer({self.inputs}, {self.outputs}, width={self.width}, activation={self.activation!r})"
+        )
