@@ -13,25 +13,38 @@ from fastweights.bench.case import Case
 
 
 def test_decoding_is_timed_and_shown():
-    results = decode.run(decode.SMOKE, [1, 3], "cpu", tokens=2, advance=lambda what, steps: None)
-    assert [(r.batch, r.how) for r in results] == [(1, "step by step"), (3, "step by step")]
-    assert all(r.tokens_per_second > 0 for r in results)
+    quietly = lambda what, steps: None  # noqa: E731
+    results = decode.run(decode.SMOKE, [1, 3], "cpu", tokens=2, advance=quietly)
+    assert [(r.batch, r.how) for r in results] == [(1, "eager"), (3, "eager")]
+    asked = decode.prompts(("delta", "transformer"), ("linear", "fwl"), (4, 40), decode.SMOKE_SIZE)
+    found = decode.after_prompts(asked, "cpu", tokens=2, advance=quietly, warm=0)
+    assert [(r.model, r.tokens) for r in found] == [
+        (name, n) for name in ("delta", "delta, fwl", "transformer") for n in (4, 40)
+    ]
+    carried = [r.carried for r in found]
+    assert carried[0] == carried[1] < carried[2] == carried[3]  # whatever was read
+    assert carried[5] > 9 * carried[4]
+    assert all(r.tokens_per_second > 0 for r in (*results, *found))
     out = io.StringIO()
-    decode.show(results, decode.SMOKE, "cpu", Console(file=out, width=100))
+    decode.show(results, decode.SMOKE, "cpu", Console(file=out, width=80))
+    decode.show_prompts(found, "smoke", "cpu", Console(file=out, width=80))
     assert "2 blocks of width 16" in out.getvalue()
-    json.dumps(decode.payload(results, decode.SMOKE))
+    assert "…" not in out.getvalue()
+    json.dumps([decode.payload(results, decode.SMOKE), decode.prompts_payload(found, "smoke")])
 
 
+@torch.no_grad()
 def test_other_tokens_are_no_result(monkeypatch):
-    """A way to step that forgets the state writes another text, and then nothing is timed."""
-    with torch.no_grad():
-        writer = decode.Writer(decode.LanguageModel(decode.SMOKE, 50).eval(), 2, "cpu")
-        want = decode.write(writer, writer.step, 6)
-        assert torch.equal(decode.write(writer, writer.step, 6), want)
-    texts = iter([want, want + 1])
+    """A second way to step that writes another text ends the benchmark before anything is timed."""
+    model, token = decode.LanguageModel(decode.SMOKE, 50).eval(), torch.tensor([0, 1])
+    ((_, decoder),) = decode.writers(model, model.init_state(2), token)
+    again = decode.Decoder(model, model.init_state(2), token, decode.likeliest)
+    assert torch.equal(decode.write(decoder, 3), decode.write(again, decode.SAME + 3)[:, -3:])
+    texts = iter([torch.zeros(2, 8), torch.ones(2, 8)])
     monkeypatch.setattr(decode, "write", lambda *a: next(texts))
+    monkeypatch.setattr(decode, "ways", lambda token: (False, True))
     with pytest.raises(Disagreement, match="writes other tokens"):
-        decode.run(decode.SMOKE, [1], "cpu", tokens=1, advance=lambda what, steps: None)
+        decode.writers(model, model.init_state(2), token)
 
 
 def test_features_are_timed_and_checked():

@@ -104,6 +104,25 @@ def test_a_memory_of_another_model_is_refused(tmp_path):
         tiny(seed=2).read(b"more", tiny(seed=1).read(b"text"))
 
 
+def test_weights_that_changed_have_another_fingerprint(monkeypatch):
+    """It is kept while nothing changes, and noticed whichever way a weight is written."""
+    model, known = tiny(), []
+    for change in (
+        lambda: None,
+        lambda: model.norm.weight.data.mul_(2.0),
+        lambda: setattr(model.norm, "weight", torch.nn.Parameter(torch.zeros_like(model.norm.weight))),
+        lambda: torch.nn.init.normal_(model.embedding.weight),
+    ):
+        change()
+        known.append(model.fingerprint())
+        other = tiny()
+        other.load_state_dict(model.state_dict())
+        assert known[-1] == other.fingerprint()
+    assert len(set(known)) == 4
+    monkeypatch.setattr("hashlib.sha256", None)
+    assert model.fingerprint() == known[-1]
+
+
 def test_a_fork_goes_its_own_way():
     model = tiny()
     memory = model.read(b"once upon")

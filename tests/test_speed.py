@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 import torch
 
-from fastweights.lm.decoding import Decoder
 from fastweights.lm.generation import Sampling
 from fastweights.lm.training import train
 from fastweights.models import flex
 from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
+from fastweights.models.decoding import Decoder
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch.tree import flatten
 from fastweights.training import trainer

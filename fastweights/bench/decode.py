@@ -1,10 +1,12 @@
-"""`fastweights bench decode`: tokens per second of a language model that writes B texts at once, token by token.
+"""`fastweights bench decode`: how fast language models write, token by token, in the way of `fastweights generate`.
 
-On a GPU also as a CUDA graph, which replays the launches of a whole step; both must write the same tokens.
+Many texts at once, or one text after prompts of growing length. On a GPU a step is also replayed as a CUDA graph; both
+ways must write the same tokens.
 """
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,16 +17,24 @@ from torch import Tensor
 from fastweights.bench.agree import Disagreement
 from fastweights.bench.report import new_table
 from fastweights.bench.timing import Advance
-from fastweights.models.config import Config
-from fastweights.models.language_model import LanguageModel, State
-from fastweights.torch.tree import map_tensors
+from fastweights.models.config import OTHERS, Config
+from fastweights.models.decoding import Decoder
+from fastweights.models.language_model import LanguageModel
+from fastweights.torch.tree import tensor_bytes
 
 BATCHES = (1, 64, 512)
 VOCAB = 16_384
 FULL = Config.of("paper-small")  # 16 blocks of width 128, DPFP-3 and the delta rule
 SMOKE = Config.of("paper-small", dim=16, heads=2, depth=2, hidden=32)
-
-Step = Callable[[], None]
+MODELS = ("gated-delta", "transformer")
+# shapes of the models that read a prompt
+SIZES: dict[str, dict[str, Any]] = {
+    "16 x 128": dict(depth=16, dim=128, heads=8),
+    "12 x 768": dict(depth=12, dim=768, heads=12),
+}
+SMOKE_SIZE = dict(depth=2, dim=16, heads=2)
+SAME = 8  # tokens that every way must write alike before it is timed
+EAGER, CAPTURED = "eager", "captured"  # step by step, or replayed as a CUDA graph
 
 
 @dataclass
@@ -33,141 +43,196 @@ class Result:
 
     Attributes:
         batch: B.
-        how: "step by step" or "CUDA graph".
+        how: "eager", step by step, or "captured", a CUDA graph.
         tokens_per_second: of all texts together.
         ms_per_step: milliseconds for one token of each.
     """
 
     batch: int
-    how: str  # "step by step" or "CUDA graph"
+    how: str
     tokens_per_second: float
     ms_per_step: float
 
 
-class Writer:
-    """B texts that grow by their likeliest token; everything a step needs stays in the same tensors."""
+@dataclass
+class Prompt:
+    """A model that has read a prompt, and writes after it.
 
-    def __init__(self, model: LanguageModel, batch: int, device: str):
-        self.model = model
-        self.token = torch.arange(batch, device=device) % model.vocab
-        self.state = map_tensors(torch.clone, model.init_state(batch))
-
-    def step(self) -> None:
-        """Write the likeliest token to each text, in place."""
-        logits, after = self.model.step(self.token, self.state)
-        self.token.copy_(logits.argmax(-1))
-        _overwrite(self.state, after)
-
-    def restart(self) -> None:
-        """Back to the first token and an empty memory, in the same tensors."""
-        self.token.copy_(torch.arange(len(self.token), device=self.token.device) % self.model.vocab)
-        _overwrite(self.state, self.model.init_state(len(self.token)))
-
-
-def _overwrite(state: State, by: State) -> None:
-    """Copy a state into the tensors of another one, which a CUDA graph knows by their address."""
-    fresh = _tensors(by)
-    map_tensors(lambda x: x.copy_(next(fresh)), state)
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor of a state, in the order of `map_tensors`."""
-    if isinstance(state, Tensor):
-        yield state
-    elif state is not None:
-        for part in state:
-            yield from _tensors(part)
-
-
-def captured(writer: Writer) -> Step:
-    """A step as a CUDA graph: recorded once, after a few steps that compile and allocate, then replayed without the
-    host.
+    Attributes:
+        model: name of its mixer, with its head where that is a Fast Weight Layer.
+        tokens: of the prompt; a transformer looks back at all of them.
+        seconds: from the prompt to the first token.
+        carried: bytes of what the model keeps of the prompt.
+        peak: the most bytes of GPU memory held at once while reading, weights included; 0 on a CPU.
+        tokens_per_second: of the text that follows.
+        how: "eager", step by step, or "captured", a CUDA graph.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compile and allocate outside the graph
-        for _ in range(3):
-            writer.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        writer.step()
-    return graph.replay
+
+    model: str
+    tokens: int
+    seconds: float
+    carried: int
+    peak: int
+    tokens_per_second: float
+    how: str
 
 
-def write(writer: Writer, step: Step, tokens: int) -> Tensor:
-    """(B, tokens) from the start: what `step` makes the writer write, to compare two ways of stepping.
-
-    Args:
-        writer: holds the model, the states and the last tokens.
-        step: one token of every text, eager or a replayed CUDA graph.
-        tokens: to write in each text.
-    """
-    writer.restart()
-    text = []
-    for _ in range(tokens):
-        step()
-        text.append(writer.token.clone())
-    return torch.stack(text, 1)
+def likeliest(logits: Tensor, noise: Tensor) -> Tensor:
+    """The likeliest token of each row of logits (B, V); there is no chance in it."""
+    return logits.argmax(-1)
 
 
-def seconds(step: Step, tokens: int, device: str) -> float:
-    """Seconds that so many steps take, once the first one has warmed up.
+def write(decoder: Decoder, tokens: int) -> Tensor:
+    """(B, tokens): what a decoder writes next."""
+    noise = torch.zeros(len(decoder.token), device=decoder.token.device)
+    return torch.stack([decoder(noise) for _ in range(tokens)], 1)
 
-    Args:
-        step: one token of every text.
-        tokens: number of steps.
-        device: to wait for before the clock stops.
-    """
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    step()
+
+def seconds(decoder: Decoder, tokens: int) -> float:
+    """Seconds in which a decoder that is warm writes so many tokens of each text."""
+    device = decoder.token.device
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    noise = torch.zeros(len(decoder.token), device=device)
     wait()
     start = time.perf_counter()
     for _ in range(tokens):
-        step()
+        decoder(noise)
     wait()
     return time.perf_counter() - start
 
 
+def ways(token: Tensor) -> tuple[bool, ...]:
+    """Whether to capture a step: both on a GPU."""
+    return (False, True) if token.is_cuda else (False,)
+
+
+def writers(model: LanguageModel, state: Any, token: Tensor) -> list[tuple[str, Decoder]]:
+    """Every way to write after `state` and `token` on this device, warm; they have written the same SAME tokens."""
+    found: list[tuple[str, Decoder]] = []
+    want = None
+    for capture in ways(token):
+        decoder = Decoder(model, state, token, likeliest, capture=capture)
+        text = write(decoder, SAME)
+        if want is not None and not torch.equal(text, want):
+            raise Disagreement("a CUDA graph writes other tokens than the model step by step. Nothing is reported.")
+        want = text
+        found.append((CAPTURED if decoder.captured else EAGER, decoder))
+    return found
+
+
+def new_model(config: Config, device: str) -> LanguageModel:
+    """A model with random weights; bfloat16 on a GPU, but for one with a Fast Weight Layer."""
+    torch.manual_seed(0)
+    model = LanguageModel(config, VOCAB).to(device).eval()
+    return model.bfloat16() if device == "cuda" and config.head == "linear" else model
+
+
 @torch.no_grad()
 def run(config: Config, batches: Sequence[int], device: str, *, tokens: int, advance: Advance) -> list[Result]:
-    """Time each batch, step by step and, on a GPU, as a graph; both must write the same tokens.
+    """Time each batch, step by step and, on a GPU, as a graph.
 
     Args:
         config: of the model.
         batches: numbers of texts.
-        device: "cpu" or "cuda"; the model is bfloat16 on a GPU.
+        device: "cpu" or "cuda".
         tokens: steps to time.
         advance: moves the progress bar.
     """
-    torch.manual_seed(0)
-    model = LanguageModel(config, VOCAB).to(device).eval()
-    if device == "cuda":
-        model = model.bfloat16()
-    results = []
+    model, results = new_model(config, device), []
     for batch in batches:
-        writer = Writer(model, batch, device)
-        ways: dict[str, Step] = {"step by step": writer.step}
-        if device == "cuda":
-            ways["CUDA graph"] = captured(writer)
-        # Both ways must write the same tokens before either is timed.
-        want = write(writer, writer.step, 8)
-        for how, step in ways.items():
-            if not torch.equal(write(writer, step, 8), want):
-                raise Disagreement(f"{how} writes other tokens than the model step by step. Nothing is reported.")
-            took = seconds(step, tokens, device)
+        token = torch.arange(batch, device=device) % model.vocab
+        for how, decoder in writers(model, model.init_state(batch), token):
+            took = seconds(decoder, tokens)
             results.append(Result(batch, how, batch * tokens / took, 1e3 * took / tokens))
         advance(f"{batch} texts", 1)
     return results
 
 
+def prompts(
+    models: Sequence[str], heads: Sequence[str], lengths: Sequence[int], size: dict[str, Any]
+) -> list[tuple[Config, int]]:
+    """(configuration, tokens of the prompt) of everything to time; a transformer looks back at its whole prompt.
+
+    Args:
+        models: names of mixers.
+        heads: output layers, "linear" or "fwl"; a transformer has the first alone.
+        lengths: of prompts, in tokens.
+        size: depth, dim and heads.
+    """
+    return [
+        (Config.of("laptop", **size, model=model, head=head, window=n if model in OTHERS else 0), n)
+        for model in models
+        for head in (heads[:1] if model in OTHERS else heads)
+        for n in lengths
+    ]
+
+
+@torch.no_grad()
+def after_prompts(
+    asked: Sequence[tuple[Config, int]], device: str, *, tokens: int, advance: Advance, warm: int = 2
+) -> list[Prompt]:
+    """Read each prompt, then write after it. The prompt is read `warm` times before it is timed, if it is short.
+
+    Args:
+        asked: what `prompts` returned.
+        device: "cpu" or "cuda".
+        tokens: to write.
+        advance: moves the progress bar.
+        warm: readings of at most 20,000 tokens that compile kernels.
+    """
+    found = []
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for config, n in asked:
+        model = new_model(config, device)
+        text = torch.arange(n).mul_(7919).remainder_(VOCAB - 1).numpy()
+        for _ in range(warm):
+            model.read(text[: min(n, 20_000)])
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        wait()
+        start = time.perf_counter()
+        memory = model.read(text)
+        token = torch.tensor([memory.last], device=device)
+        int(likeliest(model.step(token, memory.state)[0], token))
+        wait()
+        took = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        how, decoder = writers(model, memory.state, token)[-1]
+        rate = tokens / seconds(decoder, tokens)
+        name = config.model if config.head == "linear" else f"{config.model}, {config.head}"
+        found.append(Prompt(name, n, took, tensor_bytes(memory.state), peak, rate, how))
+        advance(f"{name}, {n:,} tokens", 1)
+        del model, memory, decoder
+    return found
+
+
 def show(results: Sequence[Result], config: Config, device: str, console: Console) -> None:
     """Print the results as a table."""
     table = new_table(f"decoding, {config.depth} blocks of width {config.dim}, {config.model}, on {device}")
-    for heading in ("texts", "", "tokens/s", "ms per step"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    for heading in ("texts", "how", "tokens/s", "ms per step"):
+        table.add_column(heading, justify="left" if heading == "how" else "right")
     for r in results:
         table.add_row(str(r.batch), r.how, f"{r.tokens_per_second:,.0f}", f"{r.ms_per_step:.2f}")
+    console.print(table)
+
+
+def show_prompts(results: Sequence[Prompt], size: str, device: str, console: Console) -> None:
+    """Print what came after prompts as a table."""
+    table = new_table(f"one text after a prompt, {size}, on {device}")
+    for heading in ("model", "how", "prompt", "first token, s", "carried, MiB", "peak, MiB", "tokens/s"):
+        table.add_column(heading, justify="left" if heading in ("model", "how") else "right", no_wrap=heading == "how")
+    for r in results:
+        table.add_row(
+            r.model,
+            r.how,
+            f"{r.tokens:,}",
+            f"{r.seconds:.3f}",
+            f"{r.carried / 2**20:.2f}",
+            f"{r.peak / 2**20:,.0f}",
+            f"{r.tokens_per_second:,.0f}",
+        )
     console.print(table)
 
 
@@ -175,3 +240,8 @@ def payload(results: Sequence[Result], config: Config) -> dict[str, object]:
     """The results, for JSON."""
     model = {name: getattr(config, name) for name in ("model", "depth", "dim", "heads", "ff", "hidden")}
     return {"model": model, "vocabulary": VOCAB, "results": [asdict(r) for r in results]}
+
+
+def prompts_payload(results: Sequence[Prompt], size: str) -> dict[str, object]:
+    """What came after prompts, for JSON."""
+    return {"size": size, "vocabulary": VOCAB, "prompts": [asdict(r) for r in results]}

@@ -46,10 +46,10 @@ PEER = "FLA"
 class Result:
     """One model at one size.  ready: seconds until the first steps were done;  loss: after them, per token.
 
-    size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "compiled" or "eager";
-    share_of_peak: the arithmetic that the model needs over what the device could do in that time;  peak_bytes: the most
-    GPU memory that was held at once;  host_ms: until the host has queued a step;  parts: milliseconds by part of the
-    model, where they were asked for.
+    size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "compiled" or "eager", with
+    "+captured" where a Fast Weight Layer is one CUDA graph;  share_of_peak: the arithmetic that the model needs over
+    what the device could do in that time;  peak_bytes: the most GPU memory that was held at once;  host_ms: until the
+    host has queued a step;  parts: milliseconds by part of the model, where they were asked for.
     """
 
     size: str
@@ -173,7 +173,7 @@ def measure(
         size,
         f"{PEER} DeltaNet" if peer else config.model,
         config.head,
-        trainer.how.name,
+        trainer.how.name + ("+captured" if "captured" in trainer.fast_form() else ""),
         sum(p.numel() for p in trainer.model.parameters()),
         rate,
         rate * trainer.flop_per_token() / trainer.peak(),
@@ -254,38 +254,39 @@ def run(
 
 
 def show(results: Sequence[Result], device: str, console: Console) -> None:
-    """Print the speeds as one table, and one table per size of the milliseconds by part where there are any."""
-    table = new_table(f"training steps on {device}: data, forward, backward, clipping and AdamW")
-    for heading in ("size", "model", "head", "blocks"):
-        table.add_column(heading)
-    for heading in ("parameters", "tokens/s", "% of peak", "ms", "host ms", "GiB", "ready s"):
-        table.add_column(heading, justify="right")
-    for r in results:
-        table.add_row(
-            r.size,
-            r.model,
-            r.head,
-            r.how,
-            f"{r.parameters / 1e6:.1f} M",
-            f"{r.tokens_per_second:,.0f}",
-            f"{100 * r.share_of_peak:.1f}",
-            f"{r.ms_per_step:.1f}",
-            f"{r.host_ms:.1f}",
-            f"{r.peak_bytes / 2**30:.1f}",
-            f"{r.ready:.1f}",
-        )
-    console.print(table)
-    profiled = [r for r in results if r.parts]
-    for size in dict.fromkeys(r.size for r in profiled):
+    """Print for each size the speeds as one table, and the milliseconds by part as another where there are any."""
+    for size in dict.fromkeys(r.size for r in results):
+        mine = [r for r in results if r.size == size]
+        table = new_table(f"{size}: training steps on {device} (data, forward, backward, clipping, AdamW)")
+        table.add_column("model")
+        table.add_column("ran", no_wrap=True)
+        for heading in ("params", "tokens/s", "% of peak", "ms", "host ms", "GiB", "ready s"):
+            if device == "cuda" or heading not in ("host ms", "GiB"):
+                table.add_column(heading, justify="right")
+        for r in mine:
+            on_gpu = [f"{r.host_ms:.1f}", f"{r.peak_bytes / 2**30:.1f}"] if device == "cuda" else []
+            table.add_row(
+                f"{r.model}, {r.head}",
+                r.how,
+                f"{r.parameters / 1e6:.1f} M",
+                f"{r.tokens_per_second:,.0f}",
+                f"{100 * r.share_of_peak:.1f}",
+                f"{r.ms_per_step:.1f}",
+                *on_gpu,
+                f"{r.ready:.1f}",
+            )
+        console.print(table)
+        profiled = [r for r in mine if r.parts]
+        if not profiled:
+            continue
         table = new_table(f"{size}: milliseconds of a step by part")
         table.add_column("")
-        mine = [r for r in profiled if r.size == size]
-        for r in mine:
-            table.add_column(f"{r.model}, {r.head}\n{r.how}", justify="right")
+        for r in profiled:
+            table.add_column(f"{r.model}\n{r.head}\n{r.how}", justify="right")
         for part in PARTS:
-            if any(part in r.parts for r in mine):
-                table.add_row(part, *[f"{r.parts.get(part, 0.0):.2f}" for r in mine])
-        table.add_row("a step", *[f"{r.ms_per_step:.2f}" for r in mine])
+            if any(part in r.parts for r in profiled):
+                table.add_row(part, *[f"{r.parts.get(part, 0.0):.2f}" for r in profiled])
+        table.add_row("a step", *[f"{r.ms_per_step:.2f}" for r in profiled])
         console.print(table)
 
 

@@ -1,5 +1,6 @@
 """`fastweights bench lm`, `train`, `decode` and `hf`: whole models, as they read, learn and write."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +96,8 @@ def train(
     sizes = bench_train.SMOKE if smoke else bench_train.SIZES
     if unknown := [each for each in size or () if each not in sizes]:
         raise FastWeightError(f"--size is {unknown[0]!r}; expected one of {', '.join(map(repr, sizes))}")
+    if peers and find_spec("fla") is None:
+        raise FastWeightError("--peers needs flash-linear-attention, which is not installed")
     rows = {name: value for name, value in (("length", length), ("batch", batch)) if value}
     sizes = {name: settings | rows for name, settings in sizes.items() if not size or name in size}
     asked = bench_train.cases(sizes, model or bench_train.MODELS, head or ("linear", "fwl"), device, peers)
@@ -105,23 +108,53 @@ def train(
     write(path, report.payload(device) | {"train": bench_train.payload(results, vocab)})
 
 
-def decode(device: On = Device.cpu, smoke: Smoke = False, json: Json = None) -> None:
-    """Count the tokens per second of a model of 16 blocks that writes many texts at once, on a GPU also as a graph.
+def decode(
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a prompt to write after; repeatable. Without it, many texts at once."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Mixer of every block, with --context; repeatable. gated-delta and transformer when absent."),
+    ] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Output layer, with --context: linear or fwl; repeatable.")
+    ] = None,
+    size: Annotated[str, typer.Option(help='Size, with --context: "16 x 128" or "12 x 768".')] = "12 x 768",
+    device: On = Device.cpu,
+    smoke: Smoke = False,
+    json: Json = None,
+) -> None:
+    """Count the tokens per second that models write, on a GPU also as a CUDA graph.
+
+    Without `--context`, a model of 16 blocks writes many texts at once. With it, models read a prompt of so many tokens
+    and go on with it: seconds to the first token, what is kept of the prompt, and tokens per second after it. A
+    transformer looks back at all of the prompt.
 
     A CUDA graph records the launches of one step and replays them without the host. Both ways must write the same
     tokens.
 
-    For example: `fastweights bench decode --device cuda`
+    For example: `fastweights bench decode --device cuda --context 1024 --context 1048576 --model gated-delta`
     """
     path = start("bench decode", device, "decode", smoke, json)
     from fastweights.bench import decode as bench_decode
     from fastweights.bench import report
 
+    if size not in bench_decode.SIZES:
+        raise FastWeightError(f"--size is {size!r}; expected one of {', '.join(map(repr, bench_decode.SIZES))}")
+    tokens = 2 if smoke else 100 if device == Device.cuda else 10
+    if context:
+        shape = bench_decode.SMOKE_SIZE if smoke else bench_decode.SIZES[size]
+        asked = bench_decode.prompts(model or bench_decode.MODELS, head or ("linear",), context, shape)
+        with agreeing(len(asked)) as advance:
+            found = bench_decode.after_prompts(asked, device, tokens=4 * tokens, advance=advance)
+        bench_decode.show_prompts(found, size, device, Console())
+        write(path, report.payload(device) | {"decode": bench_decode.prompts_payload(found, size)})
+        return
     # Several numbers of texts at once: one text is bound by launches, many by arithmetic.
     config = bench_decode.SMOKE if smoke else bench_decode.FULL
     batches = bench_decode.BATCHES[:1] if smoke else bench_decode.BATCHES
     with agreeing(len(batches)) as advance:
-        tokens = 2 if smoke else 100 if device == Device.cuda else 10
         results = bench_decode.run(config, batches, device, tokens=tokens, advance=advance)
     bench_decode.show(results, config, device, Console())
     write(path, report.payload(device) | {"decode": bench_decode.payload(results, config)})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.lm.decoding import Decoder
+from fastweights.models.decoding import Decoder
 from fastweights.models.evaluation import carried
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
+SEGMENT, LONG_SEGMENT = 1024, 16_384  # tokens of a text that are read at once
 
 
 class State(NamedTuple):
@@ -124,6 +126,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config, self.vocab = config, vocab
         self.tokenizer: Any = None
+        self._fingerprint: tuple[list[Any], str] | None = None  # and what the weights looked like then
         self.compiled: Any = None  # how `fastweights.models.compiled` runs a block in training
         self.embedding = nn.Embedding(vocab, config.dim)
         nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
@@ -289,13 +292,15 @@ class LanguageModel(nn.Module):
         return logits, State(blocks, fast)
 
     @torch.no_grad()
-    def read(self, text: bytes | str | np.ndarray, memory: Memory | None = None, *, segment: int = 1024) -> Memory:
+    def read(
+        self, text: bytes | str | np.ndarray, memory: Memory | None = None, *, segment: int | None = None
+    ) -> Memory:
         """Read a text of any length once, after `memory` if given; the memory has the same size for any length.
 
         Args:
             text: bytes or str, which the tokenizer of the run encodes, or tokens (T,).
             memory: what was read before, to go on from; the start of a document when absent.
-            segment: tokens read at a time, which changes speed alone.
+            segment: tokens read at a time, which changes speed alone; more on a GPU than on a CPU when absent.
 
         Returns:
             A `Memory`, to generate from, save, or read more into.
@@ -305,6 +310,7 @@ class LanguageModel(nn.Module):
         tokens = self._tokens(text, memory)
         state = self.init_state(1) if memory is None else self._take(memory).state
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        segment = segment or self._segment(inputs)
         if isinstance(state.fast, RefreshState):  # after generated tokens, one of which is unlearned
             state = state._replace(fast=self.fast.label_waiting(inputs[:, 0], state.fast))
         elif state.fast is not None and state.fast.waiting.any():
@@ -313,11 +319,18 @@ class LanguageModel(nn.Module):
             part = slice(at, at + segment)
             if segment == 1:
                 _, state = self.step(inputs[:, at], state)
+            elif self.fast is None:  # no loss is asked for
+                state = State(self(inputs[:, part], state)[1], None)
             else:
                 state = self.score(inputs[:, part], labels[:, part], state, slow=False).state
         self.train(was_training)
         count = tokens.shape[1] + (0 if memory is None else memory.count - 1)
         return Memory(map_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
+
+    def _segment(self, inputs):
+        """Tokens to read at a time: a GPU wants many, unless every one of them is compared with all before it."""
+        softmax = any(name in ("transformer", "softmax") for name in self.config.mixers)
+        return LONG_SEGMENT if inputs.is_cuda and self.fast is None and not softmax else SEGMENT
 
     def _tokens(self, text, memory):
         """(1, 1 + T): the token before a text, that of the memory or the start of a document, and the text's own."""
@@ -333,9 +346,28 @@ class LanguageModel(nn.Module):
         return memory.to(self.embedding.weight.device)
 
     def fingerprint(self) -> str:
-        """Of the configuration and the weights: what a memory belongs to."""
-        digest = hashlib.sha256(json.dumps([self.config.fingerprint, self.vocab]).encode())
-        for name, x in self.state_dict().items():
-            digest.update(name.encode())
-            digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.dim() else b"")
-        return digest.hexdigest()[:32]
+        """Of the configuration and the weights: what a memory belongs to.
+
+        All weights are copied to the host and read for it, so it is kept until one of them changes.
+        """
+        weights = {name: x.detach() for name, x in self.state_dict().items()}
+        known = _seen(weights.values())
+        if self._fingerprint is None or self._fingerprint[0] != known:
+            digest = hashlib.sha256(json.dumps([self.config.fingerprint, self.vocab]).encode())
+            for name, x in weights.items():
+                digest.update(name.encode())
+                digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.dim() else b"")
+            self._fingerprint = known, digest.hexdigest()[:32]
+        return self._fingerprint[1]
+
+
+def _seen(weights: Iterable[Tensor]) -> list[Any]:
+    """What tells quickly whether weights are still the same: where they are, how often they were written, their length.
+
+    The length also shows what was written through `.data`, which is not counted.
+    """
+    return [
+        (x.data_ptr(), x.dtype, None if x.is_inference() else x._version, float(torch.linalg.vector_norm(x)))
+        for x in weights
+        if x.is_floating_point() and x.dim()
+    ]
