@@ -148,7 +148,7 @@ def decode(
         asked = bench_decode.prompts(model or bench_decode.MODELS, head or ("linear",), context, shape)
         with agreeing(len(asked)) as advance:
             found = bench_decode.after_prompts(asked, device, tokens=4 * tokens, advance=advance)
-        bench_decode.show_prompts(found, size, device, Console())
+        bench_decode.show_prompts(found, "smoke" if smoke else size, device, Console())
         write(path, report.payload(device) | {"decode": bench_decode.prompts_payload(found, size)})
         return
     # Several numbers of texts at once: one text is bound by launches, many by arithmetic.
