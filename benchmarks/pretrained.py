@@ -4,11 +4,12 @@
     python benchmarks/pretrained.py rate MODEL --train TEXTS --window 512          (rates, on text of their own)
     python benchmarks/pretrained.py score MODEL FILES --window 512 --modes static both dynamic --out scores.csv
     python benchmarks/pretrained.py time MODEL FILES --window 512 --tokens 16384 --out time.csv
-    python benchmarks/pretrained.py table FOLDER
+    python benchmarks/pretrained.py table docs/results/pretrained-models.csv
 
 MODEL is a folder that `transformers` loads, or a GGUF file. `score` adds a line per mode and document: nats and bytes.
-`time` reads the start of the first file in each mode, alone, after reading it once. `table` prints Markdown from the
-CSV files of a folder. Dynamic evaluation learns once per stride (SGD, gradients clipped at length 1).
+`time` reads the start of the first file in each mode, alone, after reading it once. `table` prints Markdown from a CSV
+file of scores, or from those of scores and times of a folder. Dynamic evaluation learns once per stride (SGD, gradients
+clipped at length 1).
 """
 
 import argparse
@@ -104,8 +105,9 @@ def score(given):
         for mode in given.modes:
             found = scoring.score(model, tokenizer, [text], mode, reading)
             name = given.prefix + mode
-            line = [given.window, text.name, name, len(text.tokens), int(text.sizes.sum()), found.losses[0].sum()]
-            add_lines(given.out, ["window", "document", "mode", "tokens", "bytes", "nats"], [line])
+            part = f"first {given.tokens}" if given.tokens else "whole"
+            line = [given.window, part, text.name, name, len(text.tokens), int(text.sizes.sum()), found.losses[0].sum()]
+            add_lines(given.out, ["window", "part", "document", "mode", "tokens", "bytes", "nats"], [line])
             print(*line, f"{found.seconds:.1f} s", flush=True)
 
 
@@ -129,23 +131,26 @@ def measure(given):
         print(*line, flush=True)
 
 
-def lines_of(folder, pattern):
-    return [line for f in sorted(Path(folder).glob(pattern)) for line in csv.DictReader(f.read_text().splitlines())]
+def lines_of(place, pattern):
+    files = [place] if place.is_file() else sorted(place.glob(pattern))
+    return [line for f in files for line in csv.DictReader(f.read_text().splitlines())]
 
 
 def table(given):
-    """Markdown of FOLDER's scores*.csv and time*.csv: bits per byte by document, share of dynamic's gain, time."""
-    lines, spent = lines_of(given.model, "scores*.csv"), lines_of(given.model, "time*.csv")
+    """Markdown of scores*.csv and time*.csv: bits per byte by document, share of dynamic's gain, time."""
+    place = Path(given.model)
+    lines, spent = lines_of(place, "scores*.csv"), [] if place.is_file() else lines_of(place, "time*.csv")
     cost = {(line["window"], line["mode"]): line for line in spent}
-    for window in sorted({line["window"] for line in lines}, key=int):
-        nats = {(line["mode"], line["document"]): float(line["nats"]) for line in lines if line["window"] == window}
-        size = {line["document"]: int(line["bytes"]) for line in lines if line["window"] == window}
-        print(f"\n| window {window} | {' | '.join(size)} | of dynamic's gain | by document | time | MiB |")
+    for window, part in dict.fromkeys((line["window"], line["part"]) for line in lines):
+        some = [line for line in lines if (line["window"], line["part"]) == (window, part)]
+        nats = {(line["mode"], line["document"]): float(line["nats"]) for line in some}
+        size = {line["document"]: int(line["bytes"]) for line in some}
+        print(f"\n| window {window}, {part} | {' | '.join(size)} | of dynamic's gain | by document | time | MiB |")
         print("|---" * (len(size) + 5) + "|")
         for mode in dict.fromkeys(m for m, _ in nats):
             bits = [f"{nats[mode, d] / math.log(2) / n:.4f}" if (mode, d) in nats else "" for d, n in size.items()]
-            some = [d for d in size if all((m, d) in nats for m in (mode, STATIC, DYNAMIC))]
-            shares = [share(nats, mode, ds) for ds in (some, *([d] for d in some))] if some else [""]
+            both = [d for d in size if all((m, d) in nats for m in (mode, STATIC, DYNAMIC))]
+            shares = [share(nats, mode, ds) for ds in (both, *([d] for d in both))] if both else [""]
             here = cost.get((window, mode), {})
             print(f"| {mode} | {' | '.join(bits)} | {shares[0]} | {' '.join(shares[1:])} | "
                   f"{here.get('of_static', '')} | {here.get('peak_MiB', '')} |")  # fmt: skip
@@ -161,7 +166,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = dict(adapt=adapt, rate=rate, score=score, time=measure, table=table)
     parser.add_argument("stage", choices=list(stages))
-    parser.add_argument("model", help="the model; for table, the folder of CSV files")
+    parser.add_argument("model", help="the model; for table, a CSV file or a folder of them")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--train", nargs="*", type=Path, default=[], help="text to train or choose rates on")
     parser.add_argument("--head", type=Path, help="folder that adapt wrote; an untrained head when absent")

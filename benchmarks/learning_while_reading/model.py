@@ -246,7 +246,7 @@ def _tuned(given, pages, model, refresh):
         block.start_steps(first, factor)
         return min(1e9, float(loss_of(np.random.default_rng(0))[0]))
 
-    loss_at(best_rate(name, 0.5 if refresh else 1 / 16, loss_at))  # a sum that never corrects itself wants less
+    loss_at(best_rate(name, 0.5 if refresh else 2**-9, loss_at))  # a sum that never corrects itself wants less
     learned = [p for n, p in block.named_parameters() if n not in ("steps", "unembed")]
     for p in (*learned, block.steps):
         p.requires_grad_(True)
