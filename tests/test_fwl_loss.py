@@ -17,7 +17,7 @@ FORMS = [
     dict(),
     dict(fast_bias=False, shared_norm_step=True, normalizer="sequence"),
     dict(normalizer=5.0, hidden=6, bias=False, attn_chunks=None),
-    dict(first_order=True, attn_chunks=1),
+    dict(first_order=True, attn_chunks=1, log_steps=True),
     dict(decay=0.7, attn_chunks=3),
 ]
 

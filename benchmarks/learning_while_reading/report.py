@@ -3,6 +3,7 @@
 learning-while-reading-pages.csv: nats of each page by arm, empty where an arm has not read the page.
 learning-while-reading.csv: tokens, bytes and nats by position, count in training and repetition.
 learning-while-reading-speed.csv: tokens per second, one page at a time.
+learning-while-reading-seeds.csv: gains of other bodies and seeds, of fewer pages.
 """
 
 import csv
@@ -28,12 +29,20 @@ ARMS = {
     "refresh-64-trained-not-learning": "the same, learning nothing",
     "refresh-16-trained": "layer, every 16, trained through it (few steps)",
     "refresh-16-trained-not-learning": "the same, learning nothing",
+    "refresh-16-trained-at-64": "layer, every 16, trained at every 64",
+    "output-64": "layer and learning output embedding, every 64",
+    "output-16": "layer and learning output embedding, every 16",
+    "output-64-trained": "layer and learning output embedding, every 64, trained",
+    "output-16-trained": "layer and learning output embedding, every 16, trained at every 64",
     "cache": "cache",
     "cache-refresh-64": "cache and layer, every 64",
     "cache-refresh-16-trained": "cache and layer, every 16, trained",
     "cache-refresh-64-trained": "cache and layer, every 64, trained",
+    "cache-refresh-16-trained-at-64": "cache and layer, every 16, trained at every 64",
     "dynamic-block-sgd": "dynamic evaluation of the layer's weights, SGD",
     "dynamic-block-rms": "dynamic evaluation of the layer's weights, RMS",
+    "dynamic-output-rms": "dynamic evaluation of the output embedding, RMS",
+    "dynamic-both-rms": "dynamic evaluation of both, RMS",
     "dynamic-all-sgd": "dynamic evaluation of all weights, SGD",
     "dynamic-all-rms": "dynamic evaluation of all weights, RMS",
 }
@@ -119,15 +128,31 @@ def table():
         if any(cells):
             print(f"| {title} | " + " | ".join(cells) + " |")
     for body, pages in bodies.items():
-        part = ~np.isnan(pages.nats["published"])
-        row = [f"{a} {pages.nats[a][part].sum() / math.log(2) / pages.bytes[part].sum():.4f}" for a in ARMS
-               if not np.isnan(pages.nats[a][part]).any()]  # fmt: skip
-        print(f"\n{body}, the {part.sum()} shortest pages ({pages.tokens[part].sum():,} tokens): " + ", ".join(row))
         for arm, of in (("refresh-64-trained", "dynamic-block-rms"), ("cache-refresh-64-trained", "dynamic-all-rms"),
                         ("refresh-64-trained", "dynamic-all-sgd"), ("dynamic-block-rms", "dynamic-all-rms"),
                         ("refresh-16", "dynamic-block-rms"), ("refresh-64", "dynamic-block-rms")):  # fmt: skip
             if pages.has(of):
                 print(f"{body}: {arm} has {{:.0%}} [{{:.0%}}, {{:.0%}}] of {of}".format(*pages.share(arm, of)))
+
+
+def other_seeds():
+    """Markdown of the other bodies and seeds: gain and share of both forms of dynamic evaluation."""
+    found = {}
+    for line in read(f"{NAME}-seeds.csv"):
+        found.setdefault((line["body"], line["seed"]), {})[line["arm"]] = line
+    heads = [f"{body}, seed {seed}: {arms['memory']['bits_per_byte']}" for (body, seed), arms in found.items()]
+    print("\n| | " + " | share | ".join(heads) + " | share |")
+    print("|---" * (2 * len(found) + 1) + "|")
+    for arm in [*ARMS, *sorted({a for arms in found.values() for a in arms} - set(ARMS))]:
+        cells = []
+        for arms in found.values():
+            line, shares = arms.get(arm), []
+            for of in ("dynamic-all-sgd", "dynamic-all-rms"):
+                if line and of in arms:
+                    shares.append(f"{float(line['gain_over_memory']) / float(arms[of]['gain_over_memory']):.0%}")
+            cells += ["{gain_over_memory} [{low}, {high}]".format(**line) if line else "", " / ".join(shares)]
+        if any(cells):
+            print(f"| {ARMS.get(arm, arm)} | " + " | ".join(cells).replace("%", " %") + " |")
 
 
 def gains(body, by):
@@ -188,4 +213,5 @@ def draw():
 def report(given):
     """Print the tables and draw the figure."""
     table()
+    other_seeds()
     draw()

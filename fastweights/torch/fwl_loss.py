@@ -42,7 +42,7 @@ def loss(
         fwl_checks.check_packed(x, cu_seqlens)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p["dense1"].dtype
-    steps = p["steps"]
+    steps = p["steps"].exp() if config.log_steps else p["steps"]
     if config.shared_norm_step:
         steps = torch.cat([steps[:5], steps[4:5]])
     if not config.fast_bias:
