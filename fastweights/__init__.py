@@ -3,8 +3,8 @@
 Import the framework you use: `import fastweights.torch as fw`, `fastweights.jax`, `fastweights.keras`.
 """
 
-from fastweights.checks import debug as debug
 from fastweights.core import FastWeightError as FastWeightError
 from fastweights.core import FastWeightWarning as FastWeightWarning
+from fastweights.debugging import debug as debug
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """What a framework brings to the code that is written once: its array functions, and ours on its arrays.
 
-The layers (attention.py, fwl.py, refresh.py) are written once, for all of PyTorch, JAX and Keras. Where these spell a
+The layers (attention/, fwl.py, refresh.py) are written once, for all of PyTorch, JAX and Keras. Where these spell a
 function alike it is called through `xp`; where they do not, the record below has an entry for it.
 """
 

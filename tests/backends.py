@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from fastweights.checks import debugging
+from fastweights.debugging import debugging
 
 
 class Torch:

@@ -16,9 +16,10 @@ README = (ROOT / "README.md").read_text()
 
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
-    {"__init__"}, {"core"}, {"checks"}, {"files", "framework", "literals", "features", "sequential"},
-    {"fwl_checks", "fwl_config"}, {"fwl", "attention_config"},
-    {"attention", "refresh"}, {"torch", "jax", "keras"}, {"text"}, {"models"}, {"training"}, {"hf"},
+    {"__init__"}, {"core"}, {"layer_scan"}, {"checks", "debugging"},
+    {"files", "framework", "literals", "features", "sequential"},
+    {"fwl_checks", "fwl_config"}, {"fwl", "attention"}, {"refresh"},
+    {"torch", "jax", "keras"}, {"text"}, {"models"}, {"training"}, {"hf"},
     {"lab", "inspect"}, {"bench", "lm"}, {"cli"}, {"__main__"},  # lm is an application: only cli imports it
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from reliability import steps
 import fastweights
 import fastweights.torch as fw
 from fastweights import FastWeightError
-from fastweights.attention_config import PRESETS
+from fastweights.attention.presets import PRESETS
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 

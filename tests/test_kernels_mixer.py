@@ -8,7 +8,7 @@ import torch
 from interpreter import DEVICE, poison, runs  # noqa: F401 - a fixture
 
 from fastweights.attention import AttentionState, between_projections
-from fastweights.attention_config import AttentionConfig
+from fastweights.attention.config import AttentionConfig
 from fastweights.models.compiled import compile_blocks
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel

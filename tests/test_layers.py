@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from oracle import assert_close
 from safetensors.torch import load_file, save_file
 
-from fastweights import FastWeightError, attention_config, checks
+from fastweights import FastWeightError, checks
+from fastweights.attention.arguments import NORMS
+from fastweights.attention.config import AttentionConfig
+from fastweights.attention.presets import PRESETS
 from fastweights.features import parse
 from fastweights.torch import AttentionState, FastWeightAttention, feature_map
 
 RULES = ["sum", "delta"]
 FEATURES = ["identity", "relu", "silu", "elu+1", "dpfp-2", "favor-4"]
-GRID = list(itertools.product(RULES, FEATURES, attention_config.NORMS))
+GRID = list(itertools.product(RULES, FEATURES, NORMS))
 EVERYTHING = dict(conv=3, gate=True, decay="learned", key_heads=1, beta_max=2.0, key_dim=3, value_dim=5)
 
 
@@ -105,7 +108,7 @@ def test_any_split_equals_the_whole(cuts, cell):
     assert_same((torch.cat(outputs, 1), state), layer(x))
 
 
-@pytest.mark.parametrize("norm", attention_config.NORMS)
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_packed_documents_do_not_leak(rule, norm):
     layer = make(rule, "elu+1", norm, **EVERYTHING)
@@ -116,7 +119,7 @@ def test_packed_documents_do_not_leak(rule, norm):
         assert_same((y[:, a:b], row(state, n)), layer(x[:, a:b], row(start, n)))
 
 
-@pytest.mark.parametrize("norm", attention_config.NORMS)
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_padding_changes_nothing(rule, norm):
     """Padding on both sides and in the middle, holding NaN, with a carried state."""
@@ -129,7 +132,7 @@ def test_padding_changes_nothing(rule, norm):
         assert_same((y[n : n + 1, mask[n]], row(state, n)), layer(x[n : n + 1, mask[n]], row(start, n)))
 
 
-@pytest.mark.parametrize("name", attention_config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_row_does_not_depend_on_its_neighbours(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2, dtype=torch.float64)
     x = tokens(3, 70, 8)
@@ -170,10 +173,10 @@ def test_sum_with_attention_norm_is_the_linear_transformer():
 
 def test_nlms_overwrites_whatever_the_length_of_the_key():
     """After writing v to k at full rate, k retrieves v: the point of dividing the rate by |k|^2."""
-    from fastweights.attention import mix
+    from fastweights.attention.memory import mix
     from fastweights.torch.framework import OPS
 
-    config = attention_config.AttentionConfig(6, 1, features="identity", norm="nlms")
+    config = AttentionConfig(6, 1, features="identity", norm="nlms")
     k, v = 10 * torch.randn(1, 8, 1, 6, dtype=torch.float64), torch.randn(1, 8, 1, 6, dtype=torch.float64)
     beta = torch.ones(1, 8, 1, dtype=torch.float64)
     how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=None, log_decay=None)
@@ -242,7 +245,7 @@ def test_bfloat16_layer_under_autocast():
 
 
 def test_init_state_is_what_none_stands_for():
-    for name in attention_config.PRESETS:
+    for name in PRESETS:
         layer = FastWeightAttention.preset(name, dim=8, heads=2, dtype=torch.float64)
         assert_same(layer(tokens(2, 5, 8)[:, :0], layer.init_state(2)), layer(tokens(2, 5, 8)[:, :0]))
 

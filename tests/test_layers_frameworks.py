@@ -12,7 +12,8 @@ from layer_backends import EVERYTHING, Flax, Torch, assert_split, compare, parts
 from oracle import assert_close
 
 from fastweights import FastWeightError
-from fastweights.attention_config import NORMS, PRESETS
+from fastweights.attention.arguments import NORMS
+from fastweights.attention.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -6,7 +6,7 @@ from layer_backends import EVERYTHING, Torch
 from oracle import assert_close
 
 from fastweights import FastWeightError
-from fastweights.attention_config import PRESETS
+from fastweights.attention.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -6,11 +6,12 @@ import torch
 from oracle import assert_close
 from test_layers import RULES, assert_same, assert_same_state, make, quiet, tokens  # noqa: F401
 
-from fastweights import FastWeightError, attention_config
+from fastweights import FastWeightError
+from fastweights.attention.presets import PRESETS
 from fastweights.torch import AttentionState, FastWeightAttention
 
 
-@pytest.mark.parametrize("name", attention_config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_compile_without_a_graph_break(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2).double()
     x = torch.randn(2, 20, 8, dtype=torch.float64)
@@ -39,7 +40,7 @@ class Step(torch.nn.Module):
         return y, *(s for s in new if s is not None)
 
 
-@pytest.mark.parametrize("name", attention_config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_torch_export(name):
     layer = FastWeightAttention.preset(name, dim=8, heads=2).eval()
     x, state = torch.randn(2, 20, 8), layer(torch.randn(2, 3, 8))[1]
@@ -51,7 +52,7 @@ def test_torch_export(name):
         torch.testing.assert_close(step(*inputs), Step(layer)(*inputs))
 
 
-@pytest.mark.parametrize("name", attention_config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_onnx_step_gives_the_same_numbers(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     layer = FastWeightAttention.preset(name, dim=8, heads=2).eval()
@@ -118,7 +119,7 @@ def test_a_function_of_another_width_than_it_says():
         make(features=double)(tokens())
 
 
-@pytest.mark.parametrize("name", attention_config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_construction_on_meta_is_free_and_can_be_filled(name):
     layer = FastWeightAttention.preset(name, dim=1024, heads=8, device="meta")
     assert all(x.is_meta for x in layer.state_dict().values())

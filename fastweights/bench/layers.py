@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fastweights.attention_config import PRESETS
+from fastweights.attention.presets import PRESETS
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave

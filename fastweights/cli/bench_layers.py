@@ -78,7 +78,7 @@ def host(
     path = start("bench host", device, "host", smoke, json)
     import torch
 
-    from fastweights.attention_config import PRESETS
+    from fastweights.attention.presets import PRESETS
     from fastweights.bench import host as bench_host
     from fastweights.bench import report
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastweights import attention
+from fastweights.attention.convolution import convolve
 from fastweights.core import FastWeightError
 from fastweights.torch import fast_weight, hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
@@ -162,7 +162,7 @@ def convolution(
     """
     wide = accumulation_dtype(weight.dtype) if weight.is_cpu else weight.dtype  # a kernel sums in float32 itself
     x, taps = hidden_states.transpose(1, 2).to(wide), weight.to(wide).mT.contiguous()
-    y, _ = attention.convolve(OPS, taps, x, None, cu_seq_lens_q, None)
+    y, _ = convolve(OPS, taps, x, None, cu_seq_lens_q, None)
     y = y if bias is None else y + bias
     if activation is not None:
         y = _activation(activation)(y)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fastweights.attention import AttentionState
-from fastweights.attention_config import PRESETS
+from fastweights.attention.presets import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.jax.ops import fast_weight, feature_map

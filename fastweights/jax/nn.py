@@ -1,6 +1,6 @@
 """Layers for Flax (flax.linen): batch first, state in and state out, no hidden mutation.
 
-The parameters have the names and (in, out) shapes of `fastweights.attention_config.AttentionConfig.shapes`, as in every
+The parameters have the names and (in, out) shapes of `fastweights.attention.config.AttentionConfig.shapes`, as in every
 framework; `export_parameters` and `import_parameters` carry them over.
 """
 
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax import Array
 
-from fastweights import attention, attention_config
+from fastweights import attention
 from fastweights.attention import AttentionState
-from fastweights.attention_config import AttentionConfig
+from fastweights.attention.config import AttentionConfig
+from fastweights.attention.presets import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.framework import OPS
@@ -121,7 +122,7 @@ class FastWeightAttention(nn.Module):
             >>> FastWeightAttention.preset("delta-network", dim=32, heads=2)
             FastWeightAttention(32, heads=2, features='dpfp-3', rule='delta', norm='sum', out_norm=False)
         """
-        return cls(dim, heads, **attention_config.preset_arguments(name, changes))
+        return cls(dim, heads, **preset_arguments(name, changes))
 
     @nn.compact
     def __call__(

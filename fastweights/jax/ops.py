@@ -14,8 +14,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fastweights import core
-from fastweights.checks import check, check_method, check_offsets, check_values, debugging, log_method
+from fastweights.checks import check, check_method, check_offsets, log_method
 from fastweights.core import ARRAYS, TOKENS, FastWeightError, Inputs, Spec
+from fastweights.debugging import check_values, debugging
 from fastweights.features import parse, parse_fixed
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.literals import Method, Norm, Read, Rule

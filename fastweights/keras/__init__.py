@@ -5,7 +5,7 @@ the layers are `keras.layers.Layer`, save and load as such, and work in function
 """
 
 from fastweights.attention import AttentionState
-from fastweights.attention_config import PRESETS
+from fastweights.attention.presets import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.keras.fwl import FWLBlock

@@ -8,8 +8,8 @@ import numpy as np
 from keras import KerasTensor, ops
 
 from fastweights import fwl, fwl_checks, fwl_config, refresh
-from fastweights.checks import debugging
 from fastweights.core import FastWeightError
+from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.keras.framework import OPS, Tensor

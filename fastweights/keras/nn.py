@@ -1,6 +1,6 @@
 """Layers for Keras, on its TensorFlow, JAX and torch backends: batch first, state in and state out.
 
-The parameters have the names and (in, out) shapes of `fastweights.attention_config.AttentionConfig.shapes`, as in every
+The parameters have the names and (in, out) shapes of `fastweights.attention.config.AttentionConfig.shapes`, as in every
 framework; `export_parameters` and `import_parameters` carry them over.
 """
 
@@ -14,8 +14,10 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights import attention, attention_config
+from fastweights import attention
 from fastweights.attention import AttentionState
+from fastweights.attention.config import AttentionConfig
+from fastweights.attention.presets import preset_arguments
 from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.keras.framework import OPS, Tensor
 from fastweights.keras.parameters import add_parameter, random_generator
@@ -105,7 +107,7 @@ class FastWeightAttention(keras.layers.Layer):
         super().__init__(name=name, trainable=trainable, dtype=dtype, autocast=False)  # the state stays wide
         if isinstance(features, dict):  # what get_config makes of a function
             features = keras.saving.deserialize_keras_object(features)
-        self.config = attention_config.AttentionConfig(
+        self.config = AttentionConfig(
             dim,
             heads,
             features=features,
@@ -142,7 +144,7 @@ class FastWeightAttention(keras.layers.Layer):
             >>> FastWeightAttention.preset("delta-network", dim=32, heads=2)
             FastWeightAttention(32, heads=2, features='dpfp-3', rule='delta', norm='sum', out_norm=False)
         """
-        return cls(dim, heads, **attention_config.preset_arguments(name, changes))
+        return cls(dim, heads, **preset_arguments(name, changes))
 
     def build(self, input_shape: Any = None) -> None:
         """Make the weights; the shape of the input does not matter."""

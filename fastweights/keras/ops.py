@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from fastweights import core
-from fastweights.checks import check, check_method, check_offsets, check_values, debugging, log_method
+from fastweights.checks import check, check_method, check_offsets, log_method
 from fastweights.core import ARRAYS, TOKENS, Chunk, FastWeightError, Inputs, Spec
+from fastweights.debugging import check_values, debugging
 from fastweights.features import parse, parse_fixed
 from fastweights.keras.dtypes import accumulation_dtype
 from fastweights.literals import Method, Norm, Read, Rule

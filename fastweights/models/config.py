@@ -5,8 +5,8 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fastweights.attention_config import ALIASES
-from fastweights.attention_config import PRESETS as LAYERS
+from fastweights.attention.presets import ALIASES
+from fastweights.attention.presets import PRESETS as LAYERS
 from fastweights.core import FastWeightError
 
 MIXERS = (*LAYERS, *ALIASES)  # names of the layers' own table

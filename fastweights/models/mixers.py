@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.attention import AttentionState
-from fastweights.attention_config import preset_arguments
+from fastweights.attention.presets import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.torch.devices import copied
 from fastweights.torch.dtypes import autocast_dtype

@@ -10,7 +10,7 @@ Layers are batch first, take a state and return one, and never change the one th
 """
 
 from fastweights.attention import AttentionState
-from fastweights.attention_config import PRESETS
+from fastweights.attention.presets import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.features import favor_projection
 from fastweights.fwl_config import FWLOutput, FWLState

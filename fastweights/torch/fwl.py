@@ -8,8 +8,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from fastweights import fwl, fwl_checks, fwl_config
-from fastweights.checks import debugging
 from fastweights.core import FastWeightError
+from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule
 from fastweights.refresh import RefreshState, check_state, labelled

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
-from fastweights.checks import debugging
+from fastweights.debugging import debugging
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
 from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers

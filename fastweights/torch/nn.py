@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from fastweights import attention, attention_config
+from fastweights import attention
 from fastweights.attention import AttentionState
+from fastweights.attention.config import AttentionConfig
+from fastweights.attention.presets import preset_arguments
 from fastweights.literals import LayerNorm, Method, Rule
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
@@ -98,7 +100,7 @@ class FastWeightAttention(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        self.config = attention_config.AttentionConfig(
+        self.config = AttentionConfig(
             dim,
             heads,
             features=features,
@@ -176,7 +178,7 @@ class FastWeightAttention(nn.Module):
               (out_proj): Linear(in_features=32, out_features=32, bias=False)
             )
         """
-        return cls(dim, heads, **attention_config.preset_arguments(name, changes))
+        return cls(dim, heads, **preset_arguments(name, changes))
 
     def forward(
         self,

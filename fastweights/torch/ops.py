@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.checks import check, check_method, check_values, debugging, log_method
+from fastweights.checks import check, check_method, log_method
 from fastweights.core import ARRAYS, PLAIN, FastWeightError, Inputs, Spec, expand_writes, gather_reads
+from fastweights.debugging import check_values, debugging
 from fastweights.features import parse, parse_fixed
 from fastweights.literals import Method, Norm, Read, Rule
 from fastweights.torch import hand_gradients

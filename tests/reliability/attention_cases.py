@@ -12,7 +12,8 @@ import warnings
 import numpy as np
 import torch
 
-from fastweights import attention_config
+from fastweights.attention.arguments import NORMS
+from fastweights.attention.presets import PRESETS
 from fastweights.core import FastWeightError
 from fastweights.torch import AttentionState, FastWeightAttention, export_parameters, import_parameters
 from reliability.properties import EPS
@@ -85,12 +86,12 @@ def choose(rng):
     sizes = dict(dim=heads * one(2, 3, 4), heads=heads)
     how = dict(method=one("auto", "recurrent", "chunked"), chunk_size=one(None, None, int(rng.integers(1, 20))))
     if rng.integers(2):
-        preset = attention_config.PRESETS[one(*attention_config.PRESETS)]
+        preset = PRESETS[one(*PRESETS)]
         return sizes | preset | how | ({} if rng.integers(3) else dict(conv=one(0, 3), out_norm=one(True, False)))
     if not rng.integers(3):
         sizes |= dict(key_dim=one(1, 3), value_dim=one(2, 5))
     return sizes | how | dict(
-        rule=one("delta", "delta", "sum"), features=one(*FEATURES), norm=one("l2", "l2", *attention_config.NORMS),
+        rule=one("delta", "delta", "sum"), features=one(*FEATURES), norm=one("l2", "l2", *NORMS),
         writes=one(1, 1, 1, 2), beta=one(None, None, True, False, "value", "step"), beta_max=one(1.0, 2.0),
         decay=one(None, None, "learned", "channel", "gla", "rwkv-7", "retnet", 0.9, tuple(rng.uniform(0.1, 1, heads))),
         erase=one(False, False, True, "removal", "feedback"), conv=one(0, 0, 2, 4), gate=one(False, True, "sigmoid"),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights import attention
-from fastweights.attention_config import NORMS, AttentionConfig
+from fastweights.attention.arguments import NORMS
+from fastweights.attention.config import AttentionConfig
+from fastweights.attention.memory import mix
 from fastweights.features import EPS as FEATURE_EPS
 from fastweights.lab.engine.training import adam, descend
 from fastweights.torch import fast_weight, feature_map
@@ -259,7 +260,7 @@ class Model:
         projection = None if own else directions
         # kernels would be compiled anew for every S
         how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=None, log_decay=None)
-        _, memory, z = attention.mix(self.config, OPS, k, k, v, beta, None, None, projection, how)
+        _, memory, z = mix(self.config, OPS, k, k, v, beta, None, None, projection, how)
         return memory, z
 
     def _scaled_memory(self, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:

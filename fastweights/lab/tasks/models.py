@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.attention_config import preset_arguments
+from fastweights.attention.presets import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastweights.attention import AttentionState
-from fastweights.attention_config import AttentionConfig
+from fastweights.attention.config import AttentionConfig
 from fastweights.core import Inputs
 from fastweights.torch.kernels import blocks, dpfp, packed_convolution, tiles
 from fastweights.torch.kernels.features import KINDS, NORMS, WIDEST

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastweights.attention import AttentionState
-from fastweights.attention_config import AttentionConfig
+from fastweights.attention.config import AttentionConfig
 from fastweights.core import Inputs
 from fastweights.torch import kernels
 from fastweights.torch.kernels import mixer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastweights.attention import NORM_EPS
-from fastweights.attention_config import AttentionConfig
+from fastweights.attention.config import AttentionConfig
 from fastweights.core import Inputs, Spec
 from fastweights.features import EPS
 from fastweights.torch import kernels

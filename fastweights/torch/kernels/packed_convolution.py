@@ -334,7 +334,7 @@ class PackedConvolve(torch.autograd.Function):
 
 def plain(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """The same in differentiable operators."""
-    from fastweights.attention import gathered
+    from fastweights.attention.convolution import gathered
     from fastweights.torch.framework import OPS
 
     if before is None:
