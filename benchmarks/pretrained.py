@@ -5,11 +5,12 @@
     python benchmarks/pretrained.py score MODEL FILES --window 512 --modes static both dynamic --out scores.csv
     python benchmarks/pretrained.py time MODEL FILES --window 512 --tokens 16384 --out time.csv
     python benchmarks/pretrained.py table docs/results/pretrained-models.csv
+    python benchmarks/pretrained.py draw docs/results/pretrained-models.csv --out docs/results/pretrained-models.png
 
 MODEL is a folder that `transformers` loads, or a GGUF file. `score` adds a line per mode and document: nats and bytes.
 `time` reads the start of the first file in each mode, alone, after reading it once. `table` prints Markdown from a CSV
-file of scores, or from those of scores and times of a folder. Dynamic evaluation learns once per stride (SGD, gradients
-clipped at length 1).
+file of scores, or from those of scores and times of a folder; `draw` draws each document's gains. Dynamic evaluation
+learns once per stride (SGD, gradients clipped at length 1).
 """
 
 import argparse
@@ -27,8 +28,10 @@ from fastweights.hf import attach, load_attached, save_attached, scoring
 from fastweights.hf.body import down_projections
 from fastweights.hf.head_training import Adapting, HeadTrainer
 from fastweights.hf.loading import load_model, read_file, row_of
+from fastweights.lab.engine.plotting import INK, PALETTE, figure
 
 STATIC, DYNAMIC = "static", "dynamic"
+NAMES = {"chesterton-brown.txt": "Father Brown", "milton-paradise.txt": "Paradise Lost"}
 
 
 def prepared(given):
@@ -162,11 +165,37 @@ def share(nats, mode, documents):
     return f"{(static - found) / (static - dynamic):.0%}".replace("%", " %")
 
 
+DRAWN = {
+    "fast": (PALETTE[0], "layer"),
+    "cache": (PALETTE[4], "cache"),
+    "both": (PALETTE[3], "layer and cache"),
+    "all": (PALETTE[2], "layer, cache and matrices inside"),
+    DYNAMIC: (INK, "dynamic evaluation of all weights"),
+}
+
+
+def draw(given):
+    """Nats per token that each way gains on each document, for whole documents at the first window."""
+    lines = [line for line in lines_of(Path(given.model), "scores*.csv") if line["part"] == "whole"]
+    lines = [line for line in lines if line["window"] == lines[0]["window"]]
+    nats = {(line["mode"], line["document"]): float(line["nats"]) / int(line["tokens"]) for line in lines}
+    documents = list(dict.fromkeys(line["document"] for line in lines))[::-1]
+    title = f"What SmolLM2-135M gains while it reads, windows of {lines[0]['window']}"
+    with figure(given.out, size=(7.6, 3.9), title=title) as axes:
+        for mode, (color, label) in DRAWN.items():
+            at = [i for i, d in enumerate(documents) if (mode, d) in nats]
+            gains = [nats[STATIC, documents[i]] - nats[mode, documents[i]] for i in at]
+            axes.scatter(gains, at, s=70, color=color, label=label, zorder=3, marker="D" if mode == DYNAMIC else "o")
+        axes.set_yticks(range(len(documents)), [NAMES.get(d, d) for d in documents])
+        axes.set(xlabel="nats per token gained over static windows", xlim=(0, None))
+        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = dict(adapt=adapt, rate=rate, score=score, time=measure, table=table)
+    stages = dict(adapt=adapt, rate=rate, score=score, time=measure, table=table, draw=draw)
     parser.add_argument("stage", choices=list(stages))
-    parser.add_argument("model", help="the model; for table, a CSV file or a folder of them")
+    parser.add_argument("model", help="the model; for table and draw, a CSV file or a folder of them")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--train", nargs="*", type=Path, default=[], help="text to train or choose rates on")
     parser.add_argument("--head", type=Path, help="folder that adapt wrote; an untrained head when absent")
