@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from fnmatch import fnmatchcase
 from itertools import product
 
 import numpy as np
@@ -266,10 +267,10 @@ class Scorer:
 
 
 def score(given):
-    """Every arm whose name starts with one of --arms, page by page, until the minutes are over."""
+    """Every arm that --arms names, page by page, until the minutes are over."""
     scorer = Scorer(given)
     for name, make_arm in scorer.arms():
-        if given.arms and not any(name.startswith(a) for a in given.arms):
+        if given.arms and not any(fnmatchcase(name, a) for a in given.arms):
             continue
         target = scorer.folder / "losses" / name
         target.mkdir(parents=True, exist_ok=True)
