@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastweights import FastWeightError, FastWeightWarning, files
+from fastweights import FastWeightError, FastWeightWarning, files, tensor_files
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
@@ -52,18 +52,18 @@ def test_any_flipped_bit_and_any_cut_is_noticed(tmp_path):
     """Of every byte of a safetensors file one bit, and every length of it."""
     path, rng = tmp_path / "x.safetensors", np.random.default_rng(0)
     tensors = {"a": torch.arange(3.0), "b.c": torch.ones(2, 2, dtype=torch.bfloat16), "n": torch.tensor(7)}
-    files.write_tensors(path, tensors, dict(step="4"))
+    tensor_files.write_tensors(path, tensors, dict(step="4"))
     whole = path.read_bytes()
-    again, about = files.read_tensors(path)
+    again, about = tensor_files.read_tensors(path)
     assert about == dict(step="4")
     assert all(torch.equal(again[n], x) for n, x in tensors.items())
     for at, bit in enumerate(rng.integers(0, 8, len(whole))):
         flip(path, at, int(bit))
         with pytest.raises(FastWeightError, match=r"is damaged|cannot be read"):
-            files.read_tensors(path)
+            tensor_files.read_tensors(path)
         path.write_bytes(whole[:at])
         with pytest.raises(FastWeightError, match="cannot be read"):
-            files.read_tensors(path)
+            tensor_files.read_tensors(path)
         path.write_bytes(whole)
 
 
@@ -72,10 +72,10 @@ def test_files_without_a_checksum_are_read(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", dict(step="3"))
-    assert files.read_tensors(tmp_path / "x.safetensors")[1] == dict(step="3")
+    assert tensor_files.read_tensors(tmp_path / "x.safetensors")[1] == dict(step="3")
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", dict(step="3", sha257="0" * 64))
     with pytest.raises(FastWeightError, match="is damaged"):  # a checksum whose name is damaged is none
-        files.read_tensors(tmp_path / "x.safetensors")
+        tensor_files.read_tensors(tmp_path / "x.safetensors")
 
 
 def test_json_says_it_was_changed_and_how_to_keep_that(tmp_path):
@@ -100,7 +100,7 @@ def test_json_says_it_was_changed_and_how_to_keep_that(tmp_path):
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(place, run, damage):
     last = run / run_folder.LAST
-    wanted = files.read_tensors(last)[0]
+    wanted = tensor_files.read_tensors(last)[0]
     if damage == "gone":
         last.unlink()
     elif damage == "cut":
@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(place, run, damage):
     caught = pytest.warns(FastWeightWarning, match=r"last\.safetensors .*\. previous\.safetensors is used instead")
     with caught if damage != "gone" else warnings.catch_warnings():
         train(Config(), run, resume=True, cache=place / "cache")
-    again = files.read_tensors(last)[0]
+    again = tensor_files.read_tensors(last)[0]
     assert all(torch.equal(again[n], x) for n, x in wanted.items())
     assert [json.loads(line)["step"] for line in (run / run_folder.METRICS).read_text().splitlines()] == [
         1,
@@ -155,9 +155,9 @@ def test_numbers_that_are_none_are_refused(run, place, tmp_path):
     model = run_folder.load(run)
     memory = model.read(b"red fish")
     memory.save(tmp_path / "fish.memory")
-    tensors, about = files.read_tensors(tmp_path / "fish.memory")
+    tensors, about = tensor_files.read_tensors(tmp_path / "fish.memory")
     for change in (dict(count="9" * 5000), dict(last="-1"), dict(last=str(model.vocab))):
-        files.write_tensors(tmp_path / "fish.memory", tensors, about | change)
+        tensor_files.write_tensors(tmp_path / "fish.memory", tensors, about | change)
         with pytest.raises(FastWeightError, match=r"ends with token .* expected numbers"):
             Memory.load(tmp_path / "fish.memory", model)
     about = files.read_json(run / run_folder.CONFIG, "")
@@ -244,7 +244,7 @@ def test_a_disk_that_refuses_in_mid_run_loses_nothing(place, tmp_path, monkeypat
     assert not list((tmp_path / "run").glob(".*"))
     train(config, tmp_path / "run", resume=True, cache=tmp_path / "cache")
     for name in (run_folder.LAST, run_folder.BEST):
-        a, b = (files.read_tensors(r / name)[0] for r in (wanted, tmp_path / "run"))
+        a, b = (tensor_files.read_tensors(r / name)[0] for r in (wanted, tmp_path / "run"))
         assert all(torch.equal(a[n], x) for n, x in b.items())
 
 

@@ -16,9 +16,9 @@ README = (ROOT / "README.md").read_text()
 
 # What a room may import of this package. Rooms in one set may not import each other.
 LEVELS = [
-    {"__init__"}, {"core"}, {"layer_scan"}, {"checks", "debugging"},
-    {"files", "framework", "literals", "features", "sequential"},
-    {"fwl_checks", "fwl_config"}, {"fwl", "attention"}, {"refresh"},
+    {"__init__"}, {"core"}, {"chunk_decay", "layer_scan"}, {"checks", "chunk_form", "debugging"},
+    {"files", "framework", "literals", "features", "sequential"}, {"tensor_files"},
+    {"fwl_checks", "fwl_config"}, {"fwl", "attention"}, {"refresh"}, {"refresh_run"},
     {"torch", "jax", "keras"}, {"text"}, {"models"}, {"training"}, {"hf"},
     {"lab", "inspect"}, {"bench", "lm"}, {"cli"}, {"__main__"},  # lm is an application: only cli imports it
 ]  # fmt: skip

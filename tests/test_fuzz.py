@@ -57,8 +57,8 @@ def test_links_out_of_a_corpus_are_refused(tmp_path):
     ],
 )
 def test_sizes_are_checked_before_memory_is_taken(tmp_path, change):
-    from fastweights.files import write_tensors
     from fastweights.models.language_model import LanguageModel
+    from fastweights.tensor_files import write_tensors
 
     small = Config(dim=8, heads=1, depth=1, head="linear")
     weights = {f"model.{n}": x for n, x in LanguageModel(small, 257).state_dict().items()}

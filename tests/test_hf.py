@@ -19,7 +19,7 @@ from transformers import (
     pipeline,
 )  # fmt: skip
 
-from fastweights import files
+from fastweights import tensor_files
 from fastweights.core import FastWeightError
 from fastweights.hf import FastWeightCache, FastWeightConfig, FastWeightForCausalLM, FastWeightModel, export
 from fastweights.hf.export import from_language_model, tokenizer_of
@@ -228,7 +228,7 @@ def test_a_run_in_a_pipeline(tmp_path):
     ours = language_model("fwl")
     run = tmp_path / "run"
     run_folder.write_config(run, ours.config, 257)
-    files.write_tensors(run / run_folder.BEST, {f"model.{n}": x for n, x in ours.state_dict().items()}, {})
+    tensor_files.write_tensors(run / run_folder.BEST, {f"model.{n}": x for n, x in ours.state_dict().items()}, {})
     export(run, tmp_path / "exported")
     with pytest.raises(FastWeightError, match="exported exists; expected a new or an empty folder"):
         export(run, tmp_path / "exported")

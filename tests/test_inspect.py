@@ -16,13 +16,13 @@ from oracle import assert_close
 import fastweights.torch as fw
 from fastweights import cli
 from fastweights.core import FastWeightError
-from fastweights.files import write_tensors
 from fastweights.inspect import page, page_data, run_reader
 from fastweights.inspect.reading import SEGMENT, check_text
 from fastweights.inspect.sources import NONE, Tracker
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
+from fastweights.tensor_files import write_tensors
 
 pytest.importorskip("plotly", reason="plotly is not installed; pip install '.[inspect]'")
 

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 from fastweights import cli, lab  # noqa: E402
 from fastweights.core import FastWeightError  # noqa: E402
 from fastweights.lab import papers  # noqa: E402
-from fastweights.lab.engine import claims, experiment, pool, results  # noqa: E402
+from fastweights.lab.engine import claims, experiment, plans, pool, processes, results  # noqa: E402
 from fastweights.lab.engine.experiment import Report  # noqa: E402
 from fastweights.lab.engine.reproduce import reproduce  # noqa: E402
 
@@ -49,7 +49,8 @@ def toy(monkeypatch):
     module.size = lambda rows: f"{len(rows)} rows"
     module.holds = lambda rows: ("reproduced", f"{len(rows)} rows")
     module.CLAIMS = (claims.Claim("counts", "All is counted.", "3 rows", "Table 0", lambda rows: module.holds(rows)),)
-    monkeypatch.setattr(experiment, "load", lambda name: module)
+    for part in (experiment, plans):
+        monkeypatch.setattr(part, "load", lambda name: module)
     return module
 
 
@@ -92,13 +93,13 @@ def test_only_runs_some_and_shows_all(toy, tmp_path):
     assert toy.ran == [2]
     assert len(reproduce("capacity", out=tmp_path, seeds=2).rows) == 6
     with pytest.raises(FastWeightError, match=r"--only is 'number=9'; expected FIELD=VALUE.*number=0\|1\|2"):
-        experiment.plan("capacity", out=tmp_path, only="number=9")
+        plans.plan("capacity", out=tmp_path, only="number=9")
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "x", "1/"])
 def test_bad_parts(toy, tmp_path, part):
     with pytest.raises(FastWeightError, match="expected i/n with 1 <= i <= n"):
-        experiment.plan("capacity", out=tmp_path, part=part)
+        plans.plan("capacity", out=tmp_path, part=part)
 
 
 def test_rows_may_not_contradict_their_arm(toy, tmp_path):
@@ -135,9 +136,9 @@ def test_data_that_is_not_there_is_named_before_anything_runs(tmp_path):
     with pytest.raises(FastWeightError, match=r"--data is .*nothing; expected a folder$"):
         reproduce("translation", out=tmp_path, data=tmp_path / "nothing")
     some = dict(out=tmp_path, only="group=application,corpus=stdlib-bytes")
-    experiment.check_data([experiment.plan("language-model", **some)], None)  # reads what Python brings along
+    plans.check_data([plans.plan("language-model", **some)], None)  # reads what Python brings along
     with pytest.raises(FastWeightError, match=r"with wikitext-2/wiki.train.tokens, .*enwik8\*: language-model reads"):
-        experiment.check_data([experiment.plan("language-model", out=tmp_path)], tmp_path)
+        plans.check_data([plans.plan("language-model", out=tmp_path)], tmp_path)
 
 
 def imports_of(path):
@@ -200,7 +201,7 @@ def test_command_in_two_processes(monkeypatch, capsys, tmp_path):
 
 def test_failures_in_processes_cost_their_arms_alone(monkeypatch, tmp_path):
     """A process that fails or dies is replaced and every other arm is done; on a GPU the arm is tried once more."""
-    plan = experiment.plan("recall", smoke=True, out=tmp_path)
+    plan = plans.plan("recall", smoke=True, out=tmp_path)
     good = dict(plan.arms[0], steps=2)
     bad, deadly = dict(good, model="nothing"), dict(good, vocab=-1)
     plan.chosen = [bad, good, dict(good, seed=1), dict(good, seed=2)]
@@ -208,7 +209,10 @@ def test_failures_in_processes_cost_their_arms_alone(monkeypatch, tmp_path):
     assert len(broken) == 1
     assert "model is 'nothing'" in broken[0]
     assert plan.missing(plan.chosen) == [bad]
-    work, heard = pool._Pool([(plan, bad), (plan, deadly)], "cpu", None, math.inf, lambda *told: heard.append(told)), []
+    work, heard = (
+        processes.Pool([(plan, bad), (plan, deadly)], "cpu", None, math.inf, lambda *told: heard.append(told)),
+        [],
+    )
     work.device = "cuda"  # only the pool believes so
     assert len(work.run(2)) == 2
     assert [text for _, _, text in heard if "FAILED" in text]
@@ -217,10 +221,10 @@ def test_failures_in_processes_cost_their_arms_alone(monkeypatch, tmp_path):
 
 def test_longest_arms_first(toy, tmp_path, monkeypatch):
     toy.cost = lambda arm: arm["number"]
-    plan = experiment.plan("capacity", out=tmp_path)
+    plan = plans.plan("capacity", out=tmp_path)
     assert [plan.cost(arm) for arm in plan.arms] == [0.0, 1.0, 2.0]
     order = []
-    monkeypatch.setattr(pool._Pool, "run", lambda self, jobs: order.extend(arm["number"] for _, arm in self.tasks))
+    monkeypatch.setattr(processes.Pool, "run", lambda self, jobs: order.extend(arm["number"] for _, arm in self.tasks))
     pool.run_all([plan], jobs=2)
     assert order == [2, 1, 0]
     del toy.cost
@@ -260,7 +264,7 @@ def test_smoke_of_every_experiment(name, tmp_path):
     picture = (tmp_path / f"{name}.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
-    again = experiment.plan(name, smoke=True, out=tmp_path)
+    again = plans.plan(name, smoke=True, out=tmp_path)
     assert not again.missing(again.arms)
     module = importlib.import_module(f"fastweights.lab.papers.{name.replace('-', '_')}")
     assert module.check_smoke(again.rows)  # rows read from the CSV serve as well

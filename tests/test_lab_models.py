@@ -16,6 +16,7 @@ from fastweights.lab.tasks import (
     document_losses,
     encoder_decoder,
     language_modelling,
+    made_up_stories,
     models,
     recall_sequences,
     sentence_pairs,
@@ -180,7 +181,7 @@ def test_stories_from_files(tmp_path):
 
 def test_made_up_stories_are_true():
     for seed in range(20):
-        story = babi_stories._made_up(random.Random(seed), 1)
+        story = made_up_stories._made_up(random.Random(seed), 1)
         where = {}
         for i, word in enumerate(story.words):
             if word == "went":

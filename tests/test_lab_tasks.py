@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from fastweights.lab.engine.training import train  # noqa: E402
-from fastweights.lab.tasks import permutation_words  # noqa: E402
+from fastweights.lab.tasks import permutation_trackers, permutation_words  # noqa: E402
 from fastweights.lab.tasks.key_value_retrieval import Model, Task, effective  # noqa: E402
 
 MODELS = [("elu+1", "sum", "attention", "stable"), ("favor-64", "sum", "attention", "published"),
@@ -171,13 +171,13 @@ def test_words_over_a_group(name, size):
 @pytest.mark.parametrize("mixer, writes", [("delta", 2), ("gated-delta", 1), ("softmax", 1)])
 def test_copies_that_track_words_know_nothing_of_each_other(mixer, writes):
     torch.manual_seed(0)
-    model = permutation_words.Trackers(6, mixer, beta_max=[1.0, 2.0], writes=writes, dim=8, heads=2, key_dim=4)
+    model = permutation_trackers.Trackers(6, mixer, beta_max=[1.0, 2.0], writes=writes, dim=8, heads=2, key_dim=4)
     table, generator = permutation_words.multiplication_table("S3"), torch.Generator().manual_seed(0)
     tokens, products = permutation_words.words(table, 2, 3, 16, generator)
     course = permutation_words.Course(2, 6, 0.1, "cpu")
     course.learn(torch.tensor([0.0, 9.0]), 16)
     assert course.counted(5).tolist() == [[0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]
-    first, _ = permutation_words.losses(model, tokens, products, course.counted(16), 0.1)
+    first, _ = permutation_trackers.losses(model, tokens, products, course.counted(16), 0.1)
     first.backward()
     for p in model.parameters():
         p = p.grad if p.grad.shape[0] == 2 else p.grad.transpose(0, 1)

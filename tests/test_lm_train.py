@@ -10,7 +10,7 @@ import pytest
 import torch
 from two_processes import in_two_processes
 
-from fastweights import files
+from fastweights import tensor_files
 from fastweights.core import FastWeightError
 from fastweights.lm.training import train
 from fastweights.models import run_folder
@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
         go("killed", **changes)
     monkeypatch.setattr(trainer.Trainer, "step", real)
     assert go("killed", resume=True) == wanted
-    a, b = (files.read_tensors(tmp_path / name / run_folder.LAST)[0] for name in ("whole", "killed"))
+    a, b = (tensor_files.read_tensors(tmp_path / name / run_folder.LAST)[0] for name in ("whole", "killed"))
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
@@ -97,7 +97,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(go, tmp_path, corpus, capsys):
     run = train(config, tmp_path / "run", console=Console(width=300), cache=tmp_path / "cache")
     assert f"Go on with: fastweights train {run} --resume" in capsys.readouterr().out
     steps = len((run / run_folder.METRICS).read_text().splitlines())
-    assert json.loads(files.read_tensors(run / run_folder.LAST)[1]["about"])["step"] == steps >= 3
+    assert json.loads(tensor_files.read_tensors(run / run_folder.LAST)[1]["about"])["step"] == steps >= 3
 
 
 @pytest.mark.parametrize("head", ["linear", "fwl"])
@@ -166,7 +166,7 @@ def test_schedule():
 
 def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
     path = tmp_path / "x.safetensors"
-    files.write_tensors(path, {"a": torch.ones(3)}, {})
+    tensor_files.write_tensors(path, {"a": torch.ones(3)}, {})
 
     def full(tensors, name, about):
         name.write_bytes(b"half")
@@ -174,9 +174,9 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(FastWeightError, match="No space left on device; what was there is intact"):
-        files.write_tensors(path, {"a": torch.zeros(3)}, {})
+        tensor_files.write_tensors(path, {"a": torch.zeros(3)}, {})
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
-    assert files.read_tensors(path)[0]["a"].sum() == 3
+    assert tensor_files.read_tensors(path)[0]["a"].sum() == 3
 
 
 def test_a_run_that_is_not_there_or_half_written(go, tmp_path):

@@ -5,20 +5,19 @@ some layers, which also generates. Nothing is reported unless both give the same
 """
 
 import copy
-import importlib
 import inspect
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from fastweights.bench.agree import TOLERANCE, Disagreement
-from fastweights.bench.report import new_table
+from fastweights.bench.hf_models import Size, build
+from fastweights.bench.hf_results import Result, Times
 from fastweights.bench.timing import Advance, Call, Clock, CpuClock, CudaClock
 from fastweights.core import FastWeightError
 from fastweights.hf.accelerate import RULES, accelerate, gated_delta_rule
@@ -26,88 +25,6 @@ from fastweights.hf.accelerate import RULES, accelerate, gated_delta_rule
 # How far ours may be from theirs, of the largest number: both sum in other orders.
 EXACT = 1e-4  # in float32, of the largest number; in bfloat16 what other benches allow, and twice what theirs errs
 PARTS = ("rule", "layer", "model")
-
-
-class Size(NamedTuple):
-    """hidden: width of the model;  heads, width: of the linear layers;  tokens: read;  new: generated."""
-
-    hidden: int
-    heads: int
-    width: int
-    layers: tuple[str, ...]
-    tokens: int
-    new: int
-
-
-LAYERS = ("linear_attention", "full_attention")
-SIZES = {
-    "tiny": Size(64, 4, 16, 2 * LAYERS, tokens=128, new=16),
-    "layer": Size(1024, 16, 128, LAYERS, tokens=2048, new=16),
-}
-SMOKE = {"tiny": Size(32, 2, 8, LAYERS, tokens=20, new=2)}
-
-
-class Family(NamedTuple):
-    """A family of transformers: its module and config there, and the fields of a config that say its linear layers.
-
-    fields: from a size to arguments of the config that only this family has.
-    """
-
-    module: str
-    config: str
-    fields: Callable[[Size], dict[str, Any]]
-
-
-def _heads(size: Size) -> dict[str, Any]:
-    """Fields for the linear layers of the families that name them as Qwen3-Next does."""
-    return dict(
-        linear_key_head_dim=size.width,
-        linear_value_head_dim=size.width,
-        linear_num_key_heads=size.heads,
-        linear_num_value_heads=size.heads,
-    )
-
-
-def _kimi(size: Size) -> dict[str, Any]:
-    """Fields for Kimi Linear: its decay is per channel, and its full attention is compressed to half the width."""
-    half = size.width // 2
-    return dict(
-        linear_head_dim=size.width,
-        linear_num_heads=size.heads,
-        kv_lora_rank=half,
-        qk_rope_head_dim=half,
-        qk_nope_head_dim=half,
-        v_head_dim=size.width,
-        mlp_layer_types=["dense"] * len(size.layers),
-    )
-
-
-FAMILIES = {
-    "qwen3-next": Family("qwen3_next", "Qwen3NextConfig", lambda size: _heads(size) | dict(
-        head_dim=size.width, num_experts=0, mlp_only_layers=list(range(len(size.layers))))),
-    "qwen3.5": Family("qwen3_5", "Qwen3_5TextConfig", lambda size: _heads(size) | dict(head_dim=size.width)),
-    "olmo-hybrid": Family("olmo_hybrid", "OlmoHybridConfig", _heads),
-    "kimi-linear": Family("kimi_linear", "KimiLinearConfig", _kimi),
-}  # fmt: skip
-
-
-class Times(NamedTuple):
-    """Milliseconds of transformers' own and of ours, medians, and the median of their ratios, turn by turn."""
-
-    theirs: float
-    ours: float
-    ratio: float
-
-
-class Result(NamedTuple):
-    """What was timed of a family, at a size and a part of PARTS.  decode: None where nothing is generated."""
-
-    family: str
-    size: str
-    part: str
-    forward: Times
-    both: Times
-    decode: Times | None
 
 
 class ProcessorClock:
@@ -129,48 +46,6 @@ def clock(device: str) -> "Clock | ProcessorClock":
     if device == "cuda":
         return CudaClock()
     return ProcessorClock() if torch.get_num_threads() == 1 else CpuClock()
-
-
-def build(family: str, size: Size, device: str, dtype: torch.dtype) -> Any:
-    """A random model of a family; raises FastWeightError where this transformers has none.
-
-    Weights are drawn anew, since some of transformers' own are left as they were allocated when there is no checkpoint.
-
-    Args:
-        family: name in FAMILIES.
-        size: of the model.
-        device, dtype: where it lives and what its weights are.
-    """
-    try:
-        from transformers import AutoModelForCausalLM, logging
-
-        found = FAMILIES[family]
-        config_class = getattr(importlib.import_module(f"transformers.models.{found.module}"), found.config)
-    except (ImportError, AttributeError):
-        raise FastWeightError(f"transformers has no {family} here; pip install --upgrade transformers") from None
-    logging.set_verbosity_error()
-    config = config_class(
-        vocab_size=256,
-        hidden_size=size.hidden,
-        intermediate_size=2 * size.hidden,
-        num_hidden_layers=len(size.layers),
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads,
-        layer_types=list(size.layers),
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        **found.fields(size),
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if x.dim() == 1 or x.isnan().any():  # decays and norms, some of which are left as they were allocated
-                x.copy_(torch.rand_like(x) if "A_log" not in name else torch.randn_like(x))
-            else:
-                x.copy_(torch.randn_like(x) * x.shape[-1] ** -0.5)
-    return model.to(device=device, dtype=dtype)
 
 
 def run(
@@ -341,54 +216,3 @@ def _in_turns(calls: tuple[Call, Call], device: str, repeats: int) -> Times:
     read = [(a(), b()) for a, b in turns]
     middle = statistics.median
     return Times(middle(a for a, _ in read), middle(b for _, b in read), middle(a / b for a, b in read))
-
-
-def show(
-    results: Sequence[Result],
-    left_out: dict[str, str],
-    sizes: dict[str, Size],
-    device: str,
-    dtype: torch.dtype,
-    console: Console,
-) -> None:
-    """Tables of what `run` returned: milliseconds or tokens per second, transformers' own, ours, and how many times.
-
-    Args:
-        results, left_out: what `run` returned.
-        sizes, device, dtype: what it was given.
-        console: of rich, to print on.
-    """
-    kind = str(dtype).removeprefix("torch.")
-    for name, size in sizes.items():
-        table = new_table(
-            f"{name}: width {size.hidden}, {size.heads} heads of {size.width}, {size.tokens} tokens; "
-            f"{kind} on {device}; transformers / ours"
-        )
-        for heading in ("family", "part", "forward, ms", "", "forward+backward, ms", "", "decode, tokens/s", ""):
-            table.add_column(heading, justify="left" if heading in ("family", "part") else "right")
-        for r in results:
-            if r.size == name:
-                cells = [c for t in (r.forward, r.both) for c in (f"{t.theirs:.3g} / {t.ours:.3g}", f"{t.ratio:.2f}x")]
-                if r.decode is not None:
-                    speeds = (1e3 * size.new / x for x in r.decode[:2])
-                    cells += [" / ".join(f"{x:.3g}" for x in speeds), f"{r.decode.ratio:.2f}x"]
-                table.add_row(r.family, r.part, *cells)
-        console.print(table)
-    for why in left_out.values():
-        console.print(f"Left out: {why}", markup=False, highlight=False)
-
-
-def payload(results: Sequence[Result], left_out: dict[str, str], sizes: dict[str, Size], dtype: torch.dtype) -> dict:
-    """What goes to the JSON file.
-
-    Returns:
-        Milliseconds of both sides and their ratio, by family, size and part.
-    """
-    timed = [r._asdict() | {n: t and t._asdict() for n, t in zip(r._fields[3:], r[3:], strict=True)} for r in results]
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "left_out": left_out,
-        "sizes": {n: s._asdict() for n, s in sizes.items()},
-        "milliseconds": timed,
-    }

@@ -184,17 +184,17 @@ def hf(
     import torch
 
     from fastweights.bench import hf as bench_hf
-    from fastweights.bench import report
+    from fastweights.bench import hf_models, hf_results, report
 
     for each in family or ():
-        if each not in bench_hf.FAMILIES:
-            raise FastWeightError(f"--family is {each!r}; expected one of {', '.join(bench_hf.FAMILIES)}")
-    if size not in ("all", *bench_hf.SIZES):
-        raise FastWeightError(f"--size is {size!r}; expected one of {', '.join(bench_hf.SIZES)}, or all")
+        if each not in hf_models.FAMILIES:
+            raise FastWeightError(f"--family is {each!r}; expected one of {', '.join(hf_models.FAMILIES)}")
+    if size not in ("all", *hf_models.SIZES):
+        raise FastWeightError(f"--size is {size!r}; expected one of {', '.join(hf_models.SIZES)}, or all")
     # Families that this version of transformers has not are left out, and the output says so.
-    families, kind = family or list(bench_hf.FAMILIES), getattr(torch, dtype_of(dtype, device))
-    sizes = bench_hf.SMOKE if smoke else {n: s for n, s in bench_hf.SIZES.items() if size in ("all", n)}
+    families, kind = family or list(hf_models.FAMILIES), getattr(torch, dtype_of(dtype, device))
+    sizes = hf_models.SMOKE if smoke else {n: s for n, s in hf_models.SIZES.items() if size in ("all", n)}
     with agreeing(len(families) * len(sizes)) as advance:
         found = bench_hf.run(families, sizes, device, kind, repeats or (2 if smoke else 10), advance)
-    bench_hf.show(*found, sizes, device, kind, Console())
-    write(path, report.payload(device) | {"hf": bench_hf.payload(*found, sizes, kind)})
+    hf_results.show(*found, sizes, device, kind, Console())
+    write(path, report.payload(device) | {"hf": hf_results.payload(*found, sizes, kind)})

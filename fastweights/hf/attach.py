@@ -15,11 +15,12 @@ import torch  # noqa: F401 - for the examples
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_json, read_tensors, write_checked_json, write_tensors
+from fastweights.files import read_json, write_checked_json
 from fastweights.hf.body import THIRDS, FastBody, down_projections
 from fastweights.hf.cache import memory_of
 from fastweights.hf.hooks import FastState, Hooks, Use
 from fastweights.hf.residual import HeadSettings, ResidualHead
+from fastweights.tensor_files import read_tensors, write_tensors
 from fastweights.torch.cache import NeuralCache
 from fastweights.torch.dtypes import accumulation_dtype
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_first_whole, read_json, write_checked_json, write_tensors
+from fastweights.files import read_json, write_checked_json
 from fastweights.hf.attach import save_attached
 from fastweights.hf.head_training import HeadTrainer
+from fastweights.tensor_files import read_first_whole, write_tensors
 
 PROGRESS, OPTIMIZER, PREVIOUS = "adapt.json", "adapt.safetensors", "adapt.previous.safetensors"
 HEAD = "head."  # before the names of its weights

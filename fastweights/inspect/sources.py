@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fastweights.torch.attributions import Attribution
-from fastweights.torch.probes import MemoryRecord, Probe
+from fastweights.torch.memory_records import MemoryRecord
+from fastweights.torch.probes import Probe
 
 NONE = 65535  # in the place of a distance: no source
 ROWS = 512  # tokens asked about at a time

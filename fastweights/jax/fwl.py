@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fastweights import fwl, fwl_checks, fwl_config, refresh
+from fastweights import fwl, fwl_checks, fwl_config, refresh, refresh_run
 from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.jax.dtypes import accumulation_dtype
@@ -243,7 +243,7 @@ class FWLBlock(nn.Module):
         if previous_label is not None:
             state = refresh.labelled(self.config, OPS, state, previous_label, jnp.ones(len(previous_label)))
         share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
-        return refresh.run(
+        return refresh_run.run(
             self.config,
             OPS,
             p,

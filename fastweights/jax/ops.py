@@ -1,11 +1,6 @@
-"""`fast_weight` in JAX: the memory of core.py as a scan over tokens or over chunks of them.
-
-Shapes beyond those of core.py: M chunks (tokens, when recurrent: C = 1), N sequences packed into one row.
-"""
+"""`fast_weight` and `feature_map` in JAX: arguments become an Inputs and a Spec, which scan.py computes."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +10,11 @@ from jax.typing import ArrayLike
 
 from fastweights import core
 from fastweights.checks import check, check_method, check_offsets, log_method
-from fastweights.core import ARRAYS, TOKENS, FastWeightError, Inputs, Spec
+from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.debugging import check_values, debugging
 from fastweights.features import parse, parse_fixed
 from fastweights.jax.dtypes import accumulation_dtype
+from fastweights.jax.scan import run
 from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
@@ -110,7 +106,7 @@ def fast_weight(
         raise FastWeightError(f"method='chunked' {refused}")
     log_method(method, why, inputs, spec)
     C = 1 if method == "recurrent" else min(chunk_size or CHUNK_SIZE, max(writes * T, 1))
-    return _fast_weight(inputs, spec._replace(chunk_size=C), method == "recurrent")
+    return run(inputs, spec._replace(chunk_size=C), method == "recurrent")
 
 
 def feature_map(
@@ -145,137 +141,6 @@ def feature_map(
     with jax.default_matmul_precision("highest"):
         phi = parse(name).apply(x.astype(wide), jnp, jax.nn, norm=norm, projection=projection)
     return phi.astype(x.dtype)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _fast_weight(inputs, spec, recurrent):
-    """fast_weight after its checks; compiled once per shape, so that a call outside jit is fast too."""
-    if spec.writes > 1:
-        o, S = _fast_weight(*core.expand_writes(inputs, spec, jnp), recurrent)
-        return core.gather_reads(o, spec), S
-    q, _, v, beta, log_decay, _, state, cu_seqlens, mask = inputs
-    B, T, H, K = q.shape
-    V, wide, C = v.shape[-1], accumulation_dtype(q), spec.chunk_size
-    if state is None:
-        state = jnp.zeros((B if cu_seqlens is None else len(cu_seqlens) - 1, H, K, V), wide)
-    if T == 0:
-        return v, state
-    if beta is None:
-        inputs = inputs._replace(beta=jnp.ones((B, T, H), wide))
-    if log_decay is None:
-        inputs = inputs._replace(log_decay=jnp.zeros((B, T, H), wide))
-    tokens = inputs.map_tokens(lambda x: x.astype(wide))
-    if mask is not None:
-        tokens = tokens.map_tokens(lambda x: _keep(mask, x))
-    packing = None if cu_seqlens is None else _pack(cu_seqlens.astype(jnp.int32), T, C)
-    tokens = tokens.map_tokens(lambda x: _chunks(x, C, packing))
-    with jax.default_matmul_precision("highest"):
-        if recurrent:
-            move = lambda S, token: core.step(S, Inputs(*token), spec, jnp)  # noqa: E731
-            S, o = _scan(move, state, tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS], packing)
-            o = o[:, :, :, None]
-        else:
-            S, o = _scan(core.advance, state, core.prepare(tokens, spec, jnp, _inverse), packing)
-    o = jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, -1, H, V)  # (M, B, H, C, V) -> (B, M * C, H, V)
-    o = o[:, :T] if packing is None else o[:, packing.place]
-    return o.astype(q.dtype), S
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse(L, xp):
-    """core.inverse with its own derivative, which needs none of its intermediate blocks."""
-    return core.inverse(L, xp)
-
-
-@_inverse.defjvp
-def _inverse_jvp(xp, primals, tangents):
-    """The derivative of (I + L)^{-1} is -(I + L)^{-1} dL (I + L)^{-1}: two products with what is known already."""
-    with jax.default_matmul_precision("highest"):
-        (L,), (dL,) = primals, tangents
-        Y = core.inverse(L, xp)
-        dL = dL + Y @ dL
-        return Y, -(dL + dL @ Y)  # -(I + Y) dL (I + Y)
-
-
-class _Packing(NamedTuple):
-    """Where the tokens of N packed sequences lie in M chunks, none of which spans two sequences."""
-
-    token: Array  # (M, C) the token in each place of each chunk; T where that place is padding
-    sequence: Array  # (M,) whose chunk it is
-    first: Array  # (M,) whether it is that sequence's first
-    place: Array  # (T,) where each token went among the M * C places
-
-
-def _pack(offsets, T, C):
-    """The _Packing of cu_seqlens; M depends on shapes alone, so that offsets may be traced.
-
-    A sequence of n tokens takes (n + C - 1) // C chunks, all of them at most (T + N (C - 1)) // C; those left over are
-    the last sequence's, and all padding.
-
-    Args:
-        offsets: (N + 1,) cu_seqlens.
-        T: tokens of the row.
-        C: tokens of a chunk.
-    """
-    N = len(offsets) - 1
-    start, stop = offsets[:-1], offsets[1:]
-    bounds = jnp.cumsum((stop - start + C - 1) // C, dtype=jnp.int32)
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds])  # of the sequences, in chunks
-
-    def owner(bounds, i):  # the sequence that i lies in; an empty one owns nothing
-        return jnp.clip(jnp.searchsorted(bounds, i, side="right").astype(jnp.int32) - 1, 0, N - 1)
-
-    chunk = jnp.arange((T + N * (C - 1)) // C, dtype=jnp.int32)
-    sequence = owner(bounds, chunk)
-    token = (start[sequence] + (chunk - bounds[sequence]) * C)[:, None] + jnp.arange(C, dtype=jnp.int32)
-    t = jnp.arange(T, dtype=jnp.int32)
-    n = owner(offsets, t)
-    return _Packing(
-        token=jnp.where(token < stop[sequence][:, None], token, T),
-        sequence=sequence,
-        first=chunk == bounds[sequence],
-        place=bounds[n] * C + t - start[n],
-    )
-
-
-def _chunks(x, C, packing):
-    """(B, T, H, ...) -> (M, B, H, C, ...), padded with zeros: tokens that neither write, decay nor read."""
-    B, T = x.shape[:2]
-    if packing is None:
-        M = -(-T // C)
-        x = jnp.pad(x, [(0, 0), (0, M * C - T)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(B, M, C, *x.shape[2:])
-    else:
-        x = x.at[:, packing.token].get(mode="fill", fill_value=0)
-    return jnp.moveaxis(x, (1, 3), (0, 2))
-
-
-def _keep(mask, x):
-    """x where mask, else 0: NaN does not get through, forwards or backwards."""
-    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
-
-
-def _scan(move, state, xs, packing):
-    """S, o = move(S, x) along the first axis of xs; a packed sequence starts from its own state and leaves its own.
-
-    Args:
-        move: (S, x) -> (S, o).
-        state: before the first chunk.
-        xs: what is read, the chunks along the first axis.
-        packing: where packed sequences start and end, or None.
-    """
-    if packing is None:
-        return lax.scan(move, state, xs)
-
-    def body(carry, x):
-        S, states = carry
-        n, first, x = x
-        S, o = move(jnp.where(first, state[n], S), x)
-        return (S, states.at[n].set(S[0])), o
-
-    init = jnp.zeros_like(state[:1]), state
-    (_, states), o = lax.scan(body, init, (packing.sequence, packing.first, xs))
-    return states, o
 
 
 def _check_values(inputs):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights import fwl, fwl_checks, fwl_config, refresh
+from fastweights import fwl, fwl_checks, fwl_config, refresh, refresh_run
 from fastweights.core import FastWeightError
 from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
@@ -285,7 +285,7 @@ class FWLBlock(keras.layers.Layer):
         if previous_label is not None:
             state = refresh.labelled(self.config, OPS, state, previous_label, ops.ones_like(previous_label))
         share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
-        return refresh.run(
+        return refresh_run.run(
             self.config,
             OPS,
             self._weights(),

@@ -1,22 +1,17 @@
-"""`fast_weight` in keras.ops: the memory of core.py as a scan over tokens or over chunks of them.
-
-Shapes beyond those of core.py: M chunks (tokens, when recurrent: C = 1), N sequences packed into one row. On
-TensorFlow the lengths of B, T, N and so M may be unknown while a graph is built.
-"""
+"""`fast_weight` and `feature_map` in keras.ops: arguments become an Inputs and a Spec, which scan.py computes."""
 
 from collections.abc import Callable
-from functools import partial
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras import ops
 
 from fastweights import core
 from fastweights.checks import check, check_method, check_offsets, log_method
-from fastweights.core import ARRAYS, TOKENS, Chunk, FastWeightError, Inputs, Spec
+from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.debugging import check_values, debugging
 from fastweights.features import parse, parse_fixed
 from fastweights.keras.dtypes import accumulation_dtype
+from fastweights.keras.scan import run
 from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
@@ -116,7 +111,7 @@ def fast_weight(
     log_method(method, why, inputs, spec)
     C = chunk_size or CHUNK_SIZE
     C = 1 if method == "recurrent" else min(C, writes * T if T else C)
-    return _fast_weight(inputs, spec._replace(chunk_size=C), recurrent=method == "recurrent")
+    return run(inputs, spec._replace(chunk_size=C), recurrent=method == "recurrent")
 
 
 def feature_map(
@@ -149,170 +144,6 @@ def feature_map(
         projection = ops.convert_to_tensor(projection, accumulation_dtype(x))
     phi = parse(name).apply(ops.cast(x, accumulation_dtype(x)), ops, ops, norm=norm, projection=projection)
     return ops.cast(phi, x.dtype)
-
-
-def _fast_weight(inputs, spec, *, recurrent):
-    """fast_weight after its checks."""
-    if spec.writes > 1:
-        o, S = _fast_weight(*core.expand_writes(inputs, spec, ops, ops.shape), recurrent=recurrent)
-        return core.gather_reads(o, spec), S
-    q, _, v, beta, log_decay, _, state, cu_seqlens, mask = inputs
-    B, T, H, K = ops.shape(q)
-    V, wide, C = v.shape[-1], accumulation_dtype(q), spec.chunk_size
-    if state is None:
-        state = ops.zeros((B if cu_seqlens is None else ops.shape(cu_seqlens)[0] - 1, H, K, V), wide)
-    if isinstance(T, int) and T == 0:
-        return v, state
-    if beta is None:
-        inputs = inputs._replace(beta=ops.ones((B, T, H), wide))
-    if log_decay is None:
-        inputs = inputs._replace(log_decay=ops.zeros((B, T, H), wide))
-    tokens = inputs.map_tokens(lambda x: ops.cast(x, wide))
-    if mask is not None:
-        tokens = tokens.map_tokens(lambda x: _keep(mask, x))
-    packing = None if cu_seqlens is None else _pack(ops.cast(cu_seqlens, "int32"), T, C)
-    tokens = tokens.map_tokens(lambda x: _chunks(x, C, packing))
-    if recurrent:
-        token = tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS]
-        parts = [x for x in token if x is not None]
-        move = partial(_step, spec, [x is not None for x in token])
-    else:
-        prepared = core.prepare(tokens, spec, ops)
-        parts = [x for x in prepared if x is not None]
-        move = partial(_advance, [x is not None for x in prepared])
-    S, o = _scan(move, state, parts, C, packing)
-    o = ops.reshape(ops.moveaxis(o, (0, 2), (1, 3)), (B, -1, H, V))  # (M, B, H, C, V) -> (B, M * C, H, V)
-    o = o[:, :T] if packing is None else ops.take(o, packing.place, axis=1)
-    return ops.cast(o, v.dtype), S
-
-
-def _step(spec, present, S, *token):
-    """core.step of an Inputs of which only the parts that are present travelled through the scan."""
-    S, o = core.step(S, Inputs(*_with_absent(present, token)), spec, ops)
-    return S, o[..., None, :]
-
-
-def _advance(present, S, *parts):
-    """core.advance of a Chunk, likewise."""
-    return core.advance(S, Chunk(*_with_absent(present, parts)))
-
-
-def _with_absent(present, parts):
-    """parts, with None in the places that are not present."""
-    parts = iter(parts)
-    return [next(parts) if there else None for there in present]
-
-
-class _Packing(NamedTuple):
-    """Where the tokens of N packed sequences lie in M chunks, none of which spans two sequences."""
-
-    token: Tensor  # (M, C) the token in each place of each chunk; T where that place is padding
-    sequence: Tensor  # (M,) whose chunk it is
-    first: Tensor  # (M,) whether it is that sequence's first
-    last: Tensor  # (N,) each sequence's last chunk
-    empty: Tensor  # (N,) whether it has none
-    place: Tensor  # (T,) where each token went among the M * C places
-
-
-def _pack(offsets, T, C):
-    """The _Packing of cu_seqlens; M depends on shapes alone, so that offsets may be traced.
-
-    A sequence of n tokens takes (n + C - 1) // C chunks, all of them at most (T + N (C - 1)) // C; those left over are
-    the last sequence's, and all padding.
-
-    Args:
-        offsets: (N + 1,) cu_seqlens.
-        T: tokens of the row.
-        C: tokens of a chunk.
-    """
-    N = ops.shape(offsets)[0] - 1
-    start, stop = offsets[:-1], offsets[1:]
-    bounds = ops.cumsum((stop - start + C - 1) // C)
-    bounds = ops.concatenate([ops.zeros((1,), "int32"), ops.cast(bounds, "int32")], 0)  # of the sequences, in chunks
-
-    def owner(bounds, i):  # the sequence that i lies in; an empty one owns nothing
-        return ops.clip(ops.cast(ops.searchsorted(bounds, i, side="right"), "int32") - 1, 0, N - 1)
-
-    def at(x, i):
-        return ops.take(x, i, axis=0)
-
-    chunk = ops.arange(_at_least_one((T + N * (C - 1)) // C), dtype="int32")
-    sequence = owner(bounds, chunk)
-    token = (at(start, sequence) + (chunk - at(bounds, sequence)) * C)[:, None] + ops.arange(C, dtype="int32")[None]
-    t = ops.arange(T, dtype="int32")
-    n = owner(offsets, t)
-    return _Packing(
-        token=ops.where(token < at(stop, sequence)[:, None], token, T),
-        sequence=sequence,
-        first=chunk == at(bounds, sequence),
-        last=ops.maximum(bounds[1:] - 1, 0),
-        empty=stop == start,
-        place=at(bounds, n) * C + t - at(start, n),
-    )
-
-
-def _chunks(x, C, packing):
-    """(B, T, H, ...) -> (M, B, H, C, ...), padded with zeros: tokens that neither write, decay nor read."""
-    B, T, *rest = ops.shape(x)
-    if packing is None:
-        M = _at_least_one((T + C - 1) // C)
-        x = ops.pad(x, [(0, 0), (0, M * C - T)] + [(0, 0) for _ in rest])
-        x = ops.reshape(x, (B, M, C, *rest))
-    else:
-        x = ops.pad(x[0], [(0, 1)] + [(0, 0) for _ in rest])
-        x = ops.take(x, packing.token, axis=0)[None]
-    return ops.moveaxis(x, (1, 3), (0, 2))
-
-
-def _at_least_one(M):
-    """M chunks, or one where an unknown T turns out to be 0: TensorFlow cannot stack the outputs of none."""
-    return ops.maximum(M, 1) if ops.is_tensor(M) else M
-
-
-def _keep(mask, x):
-    """x where mask, else 0: NaN does not get through, forwards or backwards."""
-    for _ in range(len(x.shape) - len(mask.shape)):
-        mask = mask[..., None]
-    return ops.where(mask, x, ops.zeros_like(x))
-
-
-def _scan(move, state, parts, C, packing):
-    """S, o = move(S, *parts) along the first axis; a packed sequence starts from its own state and leaves its own.
-
-    TensorFlow's ops.scan puts out nothing but its carry, so the C output rows ride below the memory; and it takes
-    one tensor when its length is unknown, so the parts of a chunk are laid side by side.
-    """
-    K = state.shape[-2]
-    S = state
-    if packing is None and parts[0].shape[0] == 1:  # one token or chunk: nothing to compile
-        S, o = move(S, *(x[0] for x in parts))
-        return S, o[None]
-    if packing is not None:
-        starts = ops.take(state, packing.sequence, axis=0)[:, None]
-        first = ops.zeros_like(starts[..., :1, 0]) + ops.cast(packing.first, state.dtype)[:, None, None, None]
-        parts = [*parts, starts, first]
-        S = ops.zeros_like(starts[0])
-    shapes = [tuple(x.shape[3:]) for x in parts]
-    ends = [sum(prod(shape) for shape in shapes[: i + 1]) for i in range(len(shapes) - 1)]
-    lead = ops.shape(parts[0])[:3]
-    rows = ops.concatenate([ops.reshape(x, (*lead, prod(s))) for x, s in zip(parts, shapes, strict=True)], -1)
-
-    def body(carry, row):
-        x = [ops.reshape(x, (*lead[1:], *s)) for x, s in zip(ops.split(row, ends, axis=-1), shapes, strict=True)]
-        S = carry[..., :K, :]
-        if packing is not None:
-            *x, starts, first = x
-            S = ops.where(first[..., None] > 0, starts, S)
-        carry = ops.concatenate(move(S, *x), -2)
-        return carry, carry
-
-    init = ops.concatenate([S, ops.zeros_like(S[..., :1, :]) + ops.zeros((C, 1), S.dtype)], -2)
-    final, carries = ops.scan(body, init, rows)
-    S, o = final[..., :K, :], carries[..., K:, :]
-    if packing is not None:
-        S = ops.take(carries[:, 0, :, :K], packing.last, axis=0)
-        S = ops.where(packing.empty[:, None, None, None], state, S)
-    return S, o
 
 
 def _check_values(inputs):

@@ -25,7 +25,7 @@ from fastweights.text.scores import Score, Text
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.nn import FastWeightAttention
-from fastweights.torch.probe_figures import short_names
+from fastweights.torch.probe_series import short_names
 from fastweights.torch.probes import probe
 from fastweights.torch.tree import tensor_bytes
 

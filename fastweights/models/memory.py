@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_tensors, write_tensors
+from fastweights.tensor_files import read_tensors, write_tensors
 from fastweights.torch.tree import flatten, map_tensors, tensor_bytes, unflatten
 
 KIND = "fastweights memory 1"

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_first_whole, read_json, write_checked_json
+from fastweights.files import read_json, write_checked_json
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
+from fastweights.tensor_files import read_first_whole
 from fastweights.text import tokenizer
 from fastweights.torch.devices import pick_device
 

@@ -23,10 +23,11 @@ from fastweights.torch.feature_cache import FeatureCache, FeatureCacheState
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.labels import make_labels
 from fastweights.torch.layer_records import LayerRecord
+from fastweights.torch.memory_records import MemoryRecord
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.ops import fast_weight, feature_map
 from fastweights.torch.parameters import export_parameters, import_parameters
-from fastweights.torch.probes import MemoryRecord, Probe, probe
+from fastweights.torch.probes import Probe, probe
 from fastweights.torch.programmer import FastWeightProgrammer
 from fastweights.torch.rnn import FastWeightRNN
 

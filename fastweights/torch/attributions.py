@@ -5,7 +5,7 @@ A memory is linear in the values it was given, so its output is a sum over them 
     o_t = sum_s A_ts v_s + S_0^T x_t
 
 A is exact: decay, write rates and what later writes erased are in it. In a chunk of C tokens A follows from the
-inverse that the chunk form of fastweights/core.py has anyway, with the identity in the place of the values; over
+inverse that the chunk form of fastweights/chunk_form.py has anyway, with the identity in the place of the values; over
 earlier chunks a reader x goes backwards, x <- g x - W^T (k x), in work that is linear in the length for each row.
 
 Shapes: B rows, T tokens, H heads, K key width, V value width, n tokens asked about, S sources: the writes so far.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights import core
+from fastweights import chunk_form, core
 from fastweights.checks import check
 from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.features import parse_fixed
@@ -163,7 +163,7 @@ class Attribution:
             begin = max(0, stop - GROUP)
             part = heads_first(x.map_tokens(lambda y: y[:, begin * C : stop * C]), C)  # noqa: B023
             identity = torch.eye(C, dtype=x.k.dtype, device=x.k.device).expand(*part.k.shape[:3], C, C)
-            chunks = core.prepare(part._replace(v=identity), spec, torch, unit_inverse)
+            chunks = chunk_form.prepare(part._replace(v=identity), spec, torch, unit_inverse)
             for c in reversed(range(stop - begin)):
                 q, A, U, kT, g = (y[:, :, c] for y in (chunks.q, chunks.A, chunks.U, chunks.kT, chunks.g))
                 W = None if chunks.W is None else chunks.W[:, :, c]

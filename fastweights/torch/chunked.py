@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from fastweights.core import FORGETS, TOKENS, Inputs, refuses_chunks
+from fastweights.chunk_decay import FORGETS
+from fastweights.core import TOKENS, Inputs, refuses_chunks
 from fastweights.torch import channel_decay, dtypes, methods
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import Method, add, state_shape

@@ -1,6 +1,6 @@
 """What a memory does while it is written, in numbers: of every write, and of the memory every so many tokens.
 
-Everything is computed from the arguments of a `fast_weight` call, beside it: the chunk form of fastweights/core.py
+Everything is computed from the arguments of a `fast_weight` call, beside it: fastweights/chunk_form.py
 with the erase key in the place of the query gives what each key retrieves, and the memory at the end of each chunk.
 
 Shapes: B rows, T writes, H heads, K key width, V value width, M marks, one at the end of every `every` tokens.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights import core
+from fastweights import chunk_form, core
 from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.torch.dtypes import accumulation_dtype, outside_autocast
 from fastweights.torch.methods import map_plainly, state_shape
@@ -177,7 +177,7 @@ def _measure(x, spec, span, every, keys):
     group = max(1, GROUP // per_mark) * per_mark
     for first in range(0, n, group):
         part = y.map_tokens(lambda z: z[:, :, first : first + group])  # noqa: B023
-        chunk = core.prepare(part, spec._replace(read="before"), torch, unit_inverse)
+        chunk = chunk_form.prepare(part, spec._replace(read="before"), torch, unit_inverse)
         S, read, some = _walk(S, chunk)
         reads.append(read)
         starts, after = some[:-1:per_mark], some[per_mark::per_mark]
@@ -200,7 +200,7 @@ def _measure(x, spec, span, every, keys):
 
 
 def unit_inverse(L, xp):
-    """`core.inverse` by the routine for many small matrices."""
+    """`chunk_form.inverse` by the routine for many small matrices."""
     X = inverse(L.flatten(0, -3)).view(L.shape)
     return X - torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights import core
+from fastweights import chunk_form
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
@@ -346,7 +346,7 @@ def plain(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     S, outputs, C = state, [v[:, :0].to(wide).transpose(1, 2)], spec.chunk_size or 64
     with torch.device(q.device):
         for a in range(0, q.shape[1], C):
-            S, o = core.chunk(S, heads_first.map_tokens(lambda x: x[:, :, a : a + C]), spec, torch)  # noqa: B023
+            S, o = chunk_form.chunk(S, heads_first.map_tokens(lambda x: x[:, :, a : a + C]), spec, torch)  # noqa: B023
             outputs.append(o)
     return torch.cat(outputs, 2).transpose(1, 2).to(v.dtype), S
 

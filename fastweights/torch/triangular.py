@@ -7,7 +7,7 @@ from torch import Tensor
 def inverse(L: Tensor, out: Tensor | None = None) -> Tensor:
     """(I + L)^{-1} for L (n, C, C) strictly lower triangular: substitution in blocks of 8 rows, then merges in pairs.
 
-    `core.inverse` says why it is stable. `out` (n, C, C) takes the result where given.
+    `chunk_form.inverse` says why it is stable. `out` (n, C, C) takes the result where given.
 
         >>> inverse(torch.tensor([[[0.0, 0.0], [3.0, 0.0]]]))[0].tolist()
         [[1.0, 0.0], [-3.0, 1.0]]

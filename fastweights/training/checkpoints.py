@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import write_tensors
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.run_folder import BEST, LAST, PREVIOUS, check_weights, read_checkpoint
+from fastweights.tensor_files import write_tensors
 from fastweights.torch.tree import flatten, unflatten
 from fastweights.training.parallel import Ranks, spread_like, whole
 

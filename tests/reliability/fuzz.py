@@ -47,7 +47,7 @@ class Target(NamedTuple):
 
 def targets(root, *, hf=True):
     """Real files of every kind in a folder, and their loaders."""
-    from fastweights import files
+    from fastweights import tensor_files
     from fastweights.lab.engine import results
     from fastweights.lab.tasks import babi_stories, corpora, sentence_pairs
     from fastweights.lm.training import train
@@ -89,8 +89,8 @@ def targets(root, *, hf=True):
     where = root / "data"
     load = lambda: run_folder.load(run, device="cpu")  # noqa: E731
     found = [
-        Target("safetensors", run / "last.safetensors", lambda: files.read_tensors(run / "last.safetensors"), True,
-               weight=8),
+        Target("safetensors", run / "last.safetensors",
+               lambda: tensor_files.read_tensors(run / "last.safetensors"), True, weight=8),
         Target("weights of a run", run / "best.safetensors", load, True, weight=2),
         Target("config of a run", run / "config.json", load, object=True, weight=4),
         Target("memory", root / "fish.memory", lambda: Memory.load(root / "fish.memory", model), True, weight=4),
@@ -170,7 +170,7 @@ def fuzz(count, seed=0, *, hf=True, only=(), keep=None, advance=lambda done: Non
     only: names of targets, all when empty.
     """
     from fastweights import files
-    from fastweights.files import read_tensors
+    from fastweights.tensor_files import read_tensors
 
     files._sync, sync = lambda path: None, files._sync  # the disk is not what is tried here
     rng, outcomes, failures = np.random.default_rng(seed), Counter(), []

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.files import read_tensors
 from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
+from fastweights.tensor_files import read_tensors
 from reliability.record import record
 
 SMALL = dict(head="fwl", refresh=4, dim=16, heads=2, layers="delta,softmax", length=16, batch=2, eval_every=1, warmup=2,

@@ -3,7 +3,8 @@
 import copy
 import json
 
-from fastweights.files import CHECKSUM, write_checked_json, write_tensors
+from fastweights.files import CHECKSUM, write_checked_json
+from fastweights.tensor_files import write_tensors
 
 HOSTILE = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**70, -(2**63), 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastweights.lab.engine.claims import check
-from fastweights.lab.engine.experiment import Plan, check_data, plan
+from fastweights.lab.engine.plans import Plan, check_data, plan
 from fastweights.lab.engine.pool import run_all
 from fastweights.lab.engine.results import Row
 

@@ -83,7 +83,8 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_retrieval import Task
-    from fastweights.lab.tasks.normalisation_probe import SCORES, Probe, language
+    from fastweights.lab.tasks.normalisation_language import language
+    from fastweights.lab.tasks.normalisation_probe import SCORES, Probe
 
     if arm["task"] == "language":
         return language(arm, device=device, report=report)

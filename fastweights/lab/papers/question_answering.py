@@ -65,9 +65,9 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     from torch.nn.functional import cross_entropy
 
     from fastweights.lab.engine.captured_steps import Steps, rate
-    from fastweights.lab.tasks import babi_stories, models
+    from fastweights.lab.tasks import babi_stories, made_up_stories, models
 
-    found = babi_stories.made_up(arm["limit"]) if report.smoke else babi_stories.load(report.data, arm["limit"])
+    found = made_up_stories.made_up(arm["limit"]) if report.smoke else babi_stories.load(report.data, arm["limit"])
     vocab = 1 + len(found.words) + len(found.answers)  # answers are told apart from words
     model = models.build([arm["model"]] * arm["depth"], vocab, dim=arm["dim"], heads=4, conv=4, dropout=0.1).to(device)
     to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731

@@ -88,12 +88,13 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import torch
 
     from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.tasks import permutation_trackers
     from fastweights.lab.tasks import permutation_words as task
 
     rates = [top for top in (RATES if arm["model"] == "delta" else (1.0,)) for _ in range(arm["seeds"])]
     table = task.multiplication_table(arm["group"]).to(device)
     generator = torch.Generator(device).manual_seed(arm["writes"])
-    model = task.Trackers(
+    model = permutation_trackers.Trackers(
         len(table),
         arm["model"],
         beta_max=rates,
@@ -105,7 +106,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     found = torch.zeros(len(rates), device=device)  # the losses of the last step
 
     def objective(tokens: Any, products: Any, counted: Any) -> Any:
-        each = task.losses(model, tokens, products, counted, SMOOTHING)
+        each = permutation_trackers.losses(model, tokens, products, counted, SMOOTHING)
         found.copy_(each.detach())
         return each.sum()
 
@@ -123,7 +124,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
             report(i / steps, f"{arm['group']} {arm['model']} {arm['writes']}, {far}")
     lengths = [2**i for i in range(2, arm["tested"].bit_length())]
     generator.manual_seed(TEST + arm["writes"])
-    shares = task.accuracy(model, table, lengths, generator)
+    shares = permutation_trackers.accuracy(model, table, lengths, generator)
     return [
         dict(copy=i % arm["seeds"], beta_max=top, tokens=n, accuracy=share, learned=int(course.counts[i]))
         for i, top in enumerate(rates)

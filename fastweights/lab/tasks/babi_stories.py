@@ -5,7 +5,6 @@ never stands in the text. Several words, as in "milk,football", are one answer.
 """
 
 import functools
-import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ TASKS = (
     "positions", "sizes", "paths", "motivations",
 )  # fmt: skip
 WORD = re.compile(r"[\w']+|[.?]")
-PLACES = ("kitchen", "garden", "hallway", "office", "bathroom", "bedroom")
-PEOPLE, THINGS = ("mary", "john", "daniel", "sandra"), ("apple", "football", "milk")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def load(data: Path | None, limit: int = 0) -> Stories:
     """bAbI's twenty tasks from the folder babi/en/ of `data`.  limit: stories kept of each task; 0 keeps all."""
     if data is None or not (data / "babi" / "en").is_dir():
         raise FastWeightError(f"data is {data}; expected a folder with babi/en/qa1_..._train.txt and so on")
-    return _stories(
+    return to_stories(
         "babi",
         *(
             [s for t in range(1, 21) for s in _read(data / "babi" / "en", t, split)[: limit or None]]
@@ -75,15 +72,7 @@ def load(data: Path | None, limit: int = 0) -> Stories:
     )
 
 
-def made_up(limit: int = 0) -> Stories:
-    """Who is where, and where a thing is that people carry about."""
-    rng = random.Random(0)
-    return _stories(
-        "made up", *([_made_up(rng, task) for task in (1, 2) for _ in range(limit or n)] for n in (1000, 200))
-    )
-
-
-def _stories(name: str, train: list[Story], test: list[Story]) -> Stories:
+def to_stories(name: str, train: list[Story], test: list[Story]) -> Stories:
     """Number the words and answers of stories."""
     words = sorted({w for s in train + test for w in s.words})
     answers = sorted({a for s in train + test for _, a in s.answers})
@@ -113,32 +102,6 @@ def _read(folder: Path, task: int, split: str) -> list[Story]:
         if answer:
             answers.append((len(words) - 1, answer.split("\t")[0].lower()))
     return found
-
-
-def _made_up(rng: random.Random, task: int) -> Story:
-    """Who is where (1), and where a thing is that people carry about (2)."""
-    at = dict.fromkeys(PEOPLE, "")
-    words: list[str] = []
-    answers: list[tuple[int, str]] = []
-    holder = dict.fromkeys(THINGS, "")
-    for _ in range(4):
-        for _ in range(2):
-            who, place = rng.choice(PEOPLE), rng.choice(PLACES)
-            at[who] = place
-            words += [who, "went", "to", "the", place, "."]
-            if task == 2:
-                thing = rng.choice(THINGS)
-                holder[thing] = who
-                words += [who, "took", "the", thing, "."]
-        if task == 1:
-            asked = rng.choice([p for p in PEOPLE if at[p]])
-            answer = at[asked]
-        else:
-            asked = rng.choice([t for t in THINGS if holder[t]])
-            answer = at[holder[asked]]
-        words += ["where", "is", asked, "?"] if task == 1 else ["where", "is", "the", asked, "?"]
-        answers.append((len(words) - 1, answer))
-    return Story(task, tuple(words), tuple(answers))
 
 
 def batches(stories: list[Story], found: Stories, tokens: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

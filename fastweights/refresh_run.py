@@ -1,0 +1,85 @@
+"""A refreshed Fast Weight Layer over whole sequences, with shapes that depend on shapes alone, for Flax and Keras.
+
+What a chunk computes is in refresh.py.
+"""
+
+from fastweights import fwl
+from fastweights.refresh import RefreshState, chunk
+
+
+def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None, logits=True):
+    """FWLOutput for x (B, T, D), labels and share (B, T), with shapes that depend on shapes alone (Flax and Keras).
+
+    Every sequence is laid out from the first token that waits in the state on, padded to whole chunks; `loop(body,
+    carry, parts)` then goes through the chunks.  fresh: nothing waits in the state.
+    """
+    xp, C = ops.xp, config.refresh
+    slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, p["unembed"], p["unembed_bias"], labels)
+    whole = lambda y: ops.cast(y, state.waiting)  # noqa: E731
+    (x, labels, share), lengths, unpack = _sequences(ops, (x, labels, share), cu_seqlens, whole)
+    T = x.shape[1]
+    count = -(-(T if fresh else T + C) // C)
+    # Every sequence is laid out from its first waiting token on, so that chunks start at multiples of C.
+    t, old = whole(ops.arange(count * C, x))[None, :], state.waiting[:, None]
+    ends = old + lengths
+    index = xp.where(t < old, t, xp.minimum(t + C - old, C + T - 1))
+    tokens = [_laid_out(ops, held, y, index, t < ends) for held, y in zip(state[3:6], (x, labels, share), strict=True)]
+    parts = [xp.swapaxes(xp.reshape(y, (-1, count, C, *y.shape[2:])), 0, 1) for y in tokens]
+    closes = xp.swapaxes(ends > (whole(ops.arange(count, x)) + 1)[None, :] * C, 0, 1)
+
+    def body(learned, part):
+        *token, close = part
+        n, loss, after = chunk(config, ops, p, learned, *token, close=True)
+        close = close[:, None, None, None]
+        return tuple(xp.where(close, a, b) for a, b in zip(after, learned, strict=True)), (n, loss)
+
+    learned, outputs = loop(body, tuple(state[:3]), (*parts, closes))
+    at = old + whole(ops.arange(T, x))[None, :]
+    features, loss = (_picked(ops, y, at, count * C, unpack) for y in outputs)
+    # What is left of the last chunk waits in the state: its last label may not be known yet.
+    begin = xp.where(ends > 0, (ends - 1) // C * C, xp.zeros_like(ends))
+    last = begin + whole(ops.arange(C, x))[None, :]
+    index = xp.minimum(last, count * C - 1)
+    rest = [_taken(ops, y, index) * ops.cast(_as_wide(last < ends, y), y) for y in tokens]
+    fast = None
+    if logits:
+        fast = ops.matmul(features, p["unembed"]) + p["unembed_bias"]
+    waiting = (ends - begin)[:, 0]
+    return fwl.FWLOutput(
+        fast, loss, slow_loss, RefreshState._make([*learned, *map(ops.cast, rest, state[3:6]), waiting])
+    )
+
+
+def _sequences(ops, tokens, cu_seqlens, whole):
+    """(N, T, ...) of each, the tokens of each sequence, and how to lay outputs (N, T, ...) end to end again."""
+    xp, T = ops.xp, tokens[0].shape[1]
+    if cu_seqlens is None:
+        return tokens, T, lambda y: y
+    cu, t = whole(cu_seqlens), whole(ops.arange(T, tokens[0]))
+    index = xp.minimum(cu[:-1, None] + t[None, :], T - 1)
+    sequence = whole(ops.searchsorted(cu[1:], t))
+    place = sequence * T + t - xp.take(cu, sequence, axis=0)
+    unpack = lambda y: xp.take(xp.reshape(y, (-1, *y.shape[2:])), place, axis=0)[None]  # noqa: E731
+    return [xp.take(y[0], index, axis=0) for y in tokens], (cu[1:] - cu[:-1])[:, None], unpack
+
+
+def _laid_out(ops, held, new, index, valid):
+    """Tokens that waited (N, C, ...) and new ones (N, T, ...), in the order of `index`; 0 where not `valid`."""
+    both = ops.xp.concatenate([ops.cast(held, new), new], 1)
+    return _taken(ops, both, index) * ops.cast(_as_wide(valid, new), new)
+
+
+def _picked(ops, y, at, length, unpack):
+    """Outputs of all chunks (M, N, C, ...) for the new tokens of each sequence."""
+    y = ops.xp.swapaxes(y, 0, 1)
+    return unpack(_taken(ops, ops.xp.reshape(y, (-1, length, *y.shape[3:])), at))
+
+
+def _taken(ops, y, index):
+    """y (N, L, ...) at index (N, M), along the tokens."""
+    return ops.take(y, index if len(y.shape) == 2 else index[..., None], 1)
+
+
+def _as_wide(mask, y):
+    """A mask (N, L) with as many axes as y, so that the two multiply."""
+    return mask if len(y.shape) == 2 else mask[..., None]
