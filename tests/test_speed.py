@@ -15,6 +15,7 @@ from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.decoding import Decoder
 from fastweights.models.language_model import LanguageModel
+from fastweights.torch import fwl_train, graphs
 from fastweights.torch.tree import flatten
 from fastweights.training import trainer
 
@@ -54,7 +55,47 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(go, head):
     assert all(0 < x["share_of_peak"] < 1 for x in compiled if "ran" in x)
 
 
-def test_a_compiled_run_goes_on_exactly(go, monkeypatch):
+class Again:
+    """What a CUDA graph of a call does: the same work on the same tensors, into the same results."""
+
+    def __init__(self, work, inputs, outputs):
+        self.work, self.inputs, self.outputs = work, inputs, outputs
+
+    def replay(self):
+        for old, new in zip(self.outputs, self.work(*self.inputs), strict=True):
+            old.copy_(new)
+
+    def pool(self):
+        return None
+
+
+def captured(work, inputs, pool=None):
+    """In the place of `graphs.capture`, which needs a GPU; like it, it draws no random numbers."""
+    random = torch.get_rng_state()
+    with torch.no_grad():
+        own = tuple(x.clone() for x in inputs)
+        outputs = tuple(x.detach().clone() for x in work(*own))
+    torch.set_rng_state(random)
+    return graphs.Graph(Again(work, own, outputs), own, outputs)
+
+
+@pytest.mark.parametrize("changes", [dict(head="linear", layers="gated-delta,softmax", dropout=0.1), dict(head="fwl")])
+def test_captured_steps_train_as_eager_ones(go, monkeypatch, changes):
+    """Other documents in every step, other states, rates and dropout; the graph has seen those of the second alone."""
+    monkeypatch.setattr(fwl_train, "DEVICES", ("cpu", "cuda"))
+    wanted = go("eager", compile=False, **changes)
+    monkeypatch.setattr(trainer, "uncaptured", lambda *run: None)
+    monkeypatch.setattr(graphs, "capture", captured)
+    got = go("captured", compile=True, **changes)
+    assert [x["loss"] for x in got] == pytest.approx([x["loss"] for x in wanted], abs=1e-6, rel=0)
+    assert {x["ran"] for x in got if "ran" in x} == {"captured"}
+
+
+@pytest.mark.parametrize("road", ["compiled", "captured"])
+def test_a_run_goes_on_exactly(go, monkeypatch, road):
+    if road == "captured":
+        monkeypatch.setattr(trainer, "uncaptured", lambda *run: None)
+        monkeypatch.setattr(graphs, "capture", captured)
     wanted = go("whole", head="linear", compile=True)
     real = trainer.Trainer.step
 
@@ -67,7 +108,11 @@ def test_a_compiled_run_goes_on_exactly(go, monkeypatch):
     with pytest.raises(RuntimeError, match="killed"):
         go("killed", head="linear", compile=True)
     monkeypatch.setattr(trainer.Trainer, "step", real)
-    assert [x["loss"] for x in go("killed", resume=True)] == [x["loss"] for x in wanted]
+    if road == "captured":  # a graph that cannot be made changes nothing, and is said
+        monkeypatch.setattr(graphs, "capture", lambda *call: "no memory")
+    rest = go("killed", resume=True)
+    assert [x["loss"] for x in rest] == [x["loss"] for x in wanted]
+    assert [x["ran"] for x in rest if "ran" in x] == [road, "compiled", "compiled"]
 
 
 def test_what_runs_has_a_reason():

@@ -18,13 +18,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fastweights.bench.agree import Disagreement
-from fastweights.bench.parts import PARTS, parts
+from fastweights.bench.parts import HOST, PARTS, parts
 from fastweights.bench.report import new_table
 from fastweights.bench.timing import Advance
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.text.corpus_files import Corpus, Split
 from fastweights.text.tokenizer import Bytes
+from fastweights.training.gradients import Gradients
 from fastweights.training.parallel import Ranks
 from fastweights.training.trainer import Trainer
 
@@ -46,10 +47,11 @@ PEER = "FLA"
 class Result:
     """One model at one size.  ready: seconds until the first steps were done;  loss: after them, per token.
 
-    size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "compiled" or "eager", with
-    "+captured" where a Fast Weight Layer is one CUDA graph;  share_of_peak: the arithmetic that the model needs over
-    what the device could do in that time;  peak_bytes: the most GPU memory that was held at once;  host_ms: until the
-    host has queued a step;  parts: milliseconds by part of the model, where they were asked for.
+    size: name in SIZES;  model, head: as in a configuration, or the peer's name;  how: "captured" where a step is one
+    CUDA graph, else "compiled" or "eager", with "+captured" where a Fast Weight Layer is one;  share_of_peak: the
+    arithmetic that the model needs over what the device could do in that time;  peak_bytes: the most GPU memory that
+    was held at once;  host_ms: until the host has queued a step;  parts: milliseconds by part of the model, where they
+    were asked for.
     """
 
     size: str
@@ -168,12 +170,20 @@ def measure(
     step()
     host = time.perf_counter() - started
     wait()
-    rate = config.batch * config.length / seconds
+    rate, ran, where = config.batch * config.length / seconds, trainer.ran, dict[str, float]()
+    if ran != "captured" and "captured" in trainer.fast_form():
+        ran += "+captured"
+    if profile:
+        # A graph is one launch to the profiler: steps are launched one by one to see their parts.
+        trainer.gradients = Gradients(trainer.objective, trainer.autocast, "to see its parts")
+        where = parts(trainer.model, step, device)
+        if device == "cuda":
+            where[HOST] = max(0.0, 1e3 * seconds - sum(ms for part, ms in where.items() if part != HOST))
     return Result(
         size,
         f"{PEER} DeltaNet" if peer else config.model,
         config.head,
-        trainer.how.name + ("+captured" if "captured" in trainer.fast_form() else ""),
+        ran,
         sum(p.numel() for p in trainer.model.parameters()),
         rate,
         rate * trainer.flop_per_token() / trainer.peak(),
@@ -182,7 +192,7 @@ def measure(
         float(losses[WARM - 1]),
         torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         1e3 * host,
-        parts(trainer.model, step, device) if profile else {},
+        where,
     )
 
 

@@ -18,7 +18,7 @@ from fastweights.torch.devices import copied
 from fastweights.torch.dtypes import autocast_dtype
 from fastweights.torch.methods import register
 from fastweights.torch.nn import FastWeightAttention
-from fastweights.torch.packing import Sequences, know_offsets
+from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
 
 LONG = 128  # tokens from which compiled softmax attention on a GPU is FlexAttention
@@ -34,6 +34,7 @@ class Documents(NamedTuple):
         keep: (B,), 1 where the row goes on with the document before it.
         whole: no row is cut.
         even: the same with empty documents at the end, so that N is nearly always the same, for compiled blocks.
+        most: the most documents in a row; 0 where it was not asked for.
 
     Examples:
         >>> documents = Documents.of(np.array([[0, 0, 1, 0], [1, 0, 0, 0]], bool))
@@ -48,6 +49,7 @@ class Documents(NamedTuple):
     keep: Tensor
     whole: bool
     even: Any = None
+    most: int = 0
 
     @classmethod
     def of(cls, starts: np.ndarray, device: Any = None, *, even: bool = False) -> "Documents":
@@ -61,11 +63,12 @@ class Documents(NamedTuple):
         to = lambda x: copied(torch.from_numpy(np.ascontiguousarray(x)), device)  # noqa: E731
         keep = (~starts[:, 0]).astype(np.float32)
         documents = cls(to(starts), _offsets(begin, B * T, device), to(first), to(last), to(keep), len(begin) == B)
+        most = int((last - first).max(initial=0)) + 1
         if not even:
-            return documents
+            return documents._replace(most=most)
         room = B * max(2, -(-len(begin) // B))
-        filled = np.r_[begin, np.full(room - len(begin), B * T, begin.dtype)]
-        return documents._replace(even=documents._replace(cu_seqlens=_offsets(filled, B * T, device), whole=False))
+        filled = _offsets(np.r_[begin, np.full(room - len(begin), B * T, begin.dtype)], B * T, device)
+        return documents._replace(even=documents._replace(cu_seqlens=filled, whole=False), most=most)
 
     def kept(self, rows: Tensor) -> Tensor:
         """What a row carries, nothing where a document starts at its first token."""
@@ -79,12 +82,6 @@ class Documents(NamedTuple):
     def leave(self, documents: Tensor) -> Tensor:
         """(N, ...) -> (B, ...): the last document of each row."""
         return documents.index_select(0, self.last)
-
-    @property
-    def most(self) -> int:
-        """The most documents in a row; nothing is waited for, since the offsets came from the host."""
-        B, T = self.starts.shape
-        return 1 if self.whole else int((Sequences.of(self.cu_seqlens, B * T).start // T).bincount().max())
 
     @property
     def real(self) -> Tensor:

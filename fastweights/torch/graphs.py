@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,14 +95,18 @@ def _remember(key, found):
         del _known[old]
 
 
-def capture(f: Call, inputs: tuple[Tensor, ...]) -> Graph | str:
+def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | str:
     """f as a graph on copies of the inputs, or why it cannot be one.
 
     f runs once on another stream first: kernels are compiled then, and libraries make their workspaces, neither of
-    which may happen while a graph is recorded. A replay is compared with the call itself before the graph is used.
+    which may happen while a graph is recorded. A replay is compared with the call itself, which draws the same random
+    numbers, before the graph is used.
+
+    pool: memory that graphs share, of which no two are in use at once.
     """
     with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
         own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
+        random = torch.cuda.get_rng_state()  # as if nothing had been drawn here
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -110,14 +114,19 @@ def capture(f: Call, inputs: tuple[Tensor, ...]) -> Graph | str:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = f(*own)
         except RuntimeError as error:
             reason = f"capturing failed: {str(error).splitlines()[0]}"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
+            torch.cuda.set_rng_state(random)
             return reason
+        torch.cuda.set_rng_state(random)
         graph.replay()
-        if not all(map(close, outputs, f(*own))):
+        torch.cuda.set_rng_state(random)
+        same = all(map(close, outputs, f(*own)))
+        torch.cuda.set_rng_state(random)
+        if not same:
             reason = "a replay gave other numbers than the call itself"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
             return reason

@@ -3,7 +3,8 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,49 @@ def know_offsets(cu_seqlens: Tensor, offsets: list[int]) -> None:
     start = torch.tensor(offsets[:-1])
     known = Sequences(start, torch.tensor(offsets[1:]) - start)
     remember(cu_seqlens, ("sequences", offsets[-1]), lambda: known)
+
+
+_fixed: list[bool] = []  # one for each `fixed_shapes` that lasts; in all threads, since autograd has its own
+
+
+@contextmanager
+def fixed_shapes() -> Iterator[None]:
+    """While it lasts, kernels are given tables whose shapes do not depend on where packed sequences begin.
+
+    The tables are then worked out on the device, and nothing waits for it: a CUDA graph can be recorded and replayed
+    with other offsets.
+    """
+    _fixed.append(True)
+    try:
+        yield
+    finally:
+        _fixed.pop()
+
+
+def has_fixed_shapes() -> bool:
+    """Whether `fixed_shapes` lasts."""
+    return bool(_fixed)
+
+
+def cut_on_device(cu_seqlens: Tensor, size: int, room: int) -> tuple[Tensor, Tensor]:
+    """`Sequences.cut` of offsets (N + 1,) on their own device: the first part of each sequence (N,), and parts (room,
+    2), of which those beyond the last begin after all tokens and have none.
+
+    Examples:
+        >>> first, parts = cut_on_device(torch.tensor([0, 3, 8]), 2, room=6)
+        >>> first.tolist(), parts.tolist()
+        ([0, 2], [[0, 3], [2, 1], [3, 5], [5, 3], [7, 1], [8, 0]])
+    """
+    start, length = cu_seqlens[:-1], cu_seqlens.diff()
+    parts = (length + size - 1) // size
+    ends = parts.cumsum(0)
+    part = torch.arange(room, device=cu_seqlens.device)
+    there = part < ends[-1]
+    of = torch.searchsorted(ends, part, right=True).clamp(max=len(length) - 1)
+    token = (part - (ends - parts)[of]) * size
+    return ends - parts, torch.stack(
+        [torch.where(there, start[of] + token, cu_seqlens[-1]), torch.where(there, length[of] - token, 0)], 1
+    )
 
 
 class Sequences(NamedTuple):

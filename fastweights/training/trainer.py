@@ -24,6 +24,8 @@ from fastweights.torch.fwl_train import unfit
 from fastweights.torch.tree import map_tensors
 from fastweights.training import checkpoints, log
 from fastweights.training.batches import Ahead, Batches
+from fastweights.training.gradients import CapturedGradients, Gradients
+from fastweights.training.gradients import refuses as uncaptured
 from fastweights.training.objective import Objective, to_batch
 from fastweights.training.optimizer import make_optimizer, share_of_rate
 from fastweights.training.parallel import Ranks
@@ -55,7 +57,13 @@ class Trainer:
             self.start_steps()
         if self.how.compiled:
             compile_blocks(self.model)
-        self.objective = self.ranks.wrap(Objective(self.model))
+        objective = Objective(self.model)
+        self.objective = self.ranks.wrap(objective)
+        reason = uncaptured(c, self.model, self.how, self.ranks.device)
+        if reason:
+            self.gradients = Gradients(self.objective, self.autocast, reason)
+        else:
+            self.gradients = CapturedGradients(objective, self.autocast)
         self.optimizer = make_optimizer(self.model, c)
         if resume:
             checkpoints.restore_optimizer(known, self.optimizer)
@@ -69,7 +77,7 @@ class Trainer:
         states, at = self.start(resume)
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
         lines = log.Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
-        lines.say(f"On {self.machine()}: blocks {self.how}{self.fast_form()}")
+        lines.say(f"On {self.machine()}: blocks {self.how}; steps {self.gradients}{self.fast_form()}")
         clock = log.Clock(len(self.batches[0]) * c.length, self.flop_per_token(), ranks.world * self.peak())
         done, waiting = self.done(step, before), list[tuple[int, Tensor]]()
         with lines, interruptible() as signals:
@@ -92,7 +100,7 @@ class Trainer:
                 with clock.stopped():
                     valid = self.validate()
                     values |= dict(valid_loss=valid, valid_bits_per_byte=lines.bits(valid))
-                    lines.point(**values | clock.values() | self.step_sizes() | dict(ran=self.how.name))
+                    lines.point(**values | clock.values() | self.step_sizes() | dict(ran=self.ran))
                     if valid < best:
                         checkpoints.save_best(self.run, self.model, step, ranks)
                     best = min(best, valid)
@@ -112,6 +120,11 @@ class Trainer:
                 "fastweights.debug(model) to learn which layer met it first"
             )
         return dict(step=step, loss=mean, bits_per_byte=lines.bits(mean))
+
+    @property
+    def ran(self) -> str:
+        """One word for how steps run: "eager", "compiled", or "captured" where compiled ones are a CUDA graph."""
+        return self.how.name if self.gradients.reason else "captured"
 
     def machine(self) -> str:
         """The device and the dtype of the products, to log."""
@@ -193,9 +206,7 @@ class Trainer:
         # Accumulated batches: gradients add up, each with its own carried memory.
         for (rows, forget), state in zip(parts, states, strict=True):
             batch = to_batch(rows, self.model.vocab - 1, ranks.device, forget, even=self.how.compiled)
-            with self.autocast:
-                trained, loss, state = self.objective(*batch[:3], state, batch[3])
-            (trained * (ranks.world / weight)).backward()  # processes are averaged
+            loss, state = self.gradients(batch, state, ranks.world / weight)  # processes are averaged
             total, after = total + loss, [*after, state]
         if c.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)

@@ -28,7 +28,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 
 from fastweights.torch.devices import copied
 from fastweights.torch.kernels.plan import Slot
-from fastweights.torch.packing import Sequences, remember
+from fastweights.torch.packing import Sequences, cut_on_device, has_fixed_shapes, remember
 
 C = 64  # tokens per chunk
 
@@ -100,9 +100,17 @@ class Layout:
 
 
 def pack(cu_seqlens, T, every):
-    """((of_sequence, of_row, of_span), whole): tables beside cu_seqlens, and whether every row is full."""
+    """((of_sequence, of_row, of_span), whole): tables beside cu_seqlens, and whether every row is full.
+
+    Under `fixed_shapes` they have room for the rows of any packing; those beyond the last hold no token.
+    """
 
     def make():
+        if has_fixed_shapes():
+            N, offsets = len(cu_seqlens) - 1, cu_seqlens.long()
+            first_row, of_row = cut_on_device(offsets, C, T // C + N)
+            first_span, of_span = cut_on_device(offsets, C * every, T // (C * every) + N)
+            return (torch.stack([offsets[:-1], offsets.diff(), first_row, first_span], 1), of_row, of_span), False
         sequences = Sequences.of(cu_seqlens, T)
         first_row, _, of_row = sequences.cut(C)
         first_span, _, of_span = sequences.cut(C * every)
@@ -111,7 +119,7 @@ def pack(cu_seqlens, T, every):
             tables = tuple(copied(x, cu_seqlens.device) for x in (of_sequence, of_row, of_span))
         return tables, not (sequences.length % C).any().item()
 
-    return remember(cu_seqlens, ("tables", T, every), make)
+    return remember(cu_seqlens, ("tables", T, every, has_fixed_shapes()), make)
 
 
 @triton.jit
