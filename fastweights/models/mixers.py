@@ -187,7 +187,8 @@ class SoftmaxMixer(nn.Module):
             count = documents.kept(state.held)
             turns = angles(q, W + T, q.shape[-1] // 2)
             turned, keys, values = (y.transpose(1, 2) for y in (rotate(q, turns[:, W:]), rotate(k, turns), v))
-            y = flex.attend(turned, keys, values, self.window, count, documents.starts)
+            carried = state.k.requires_grad or state.v.requires_grad
+            y = flex.attend(turned, keys, values, self.window, count, documents.starts, carried=carried)
             age = self._age(count, documents, at[:T])
             return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(k, v, age)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago

@@ -96,14 +96,15 @@ def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.c
 
 
 @triton.jit
-def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, units, dx_units, W: tl.constexpr,
+def _tokens_backward(dy, dlast, x, weight, place, cu, dx, dweight, T, units, dx_units, W: tl.constexpr,
                      N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
                      DX_UNIT: tl.constexpr):  # fmt: skip
     """Gradients of x, and of the weight as sums over this program's tokens.
 
     Token t was read by itself and by the next W - 1 tokens of its sequence, each with another tap:
-    dx[t] = sum_back weight[W - 1 - back] dy[t + back], plus dlast where t is among its sequence's last inputs.
-    Gathering from the readers needs no atomic operations, so the result does not depend on the order of programs.
+    dx[t] = sum_back weight[W - 1 - back] dy[t + back], plus dlast where t is among its sequence's last inputs. The same
+    tiles of dy give the weight's gradient, sum_t dy[t + back] x[t], but for tokens before a sequence's first. Gathering
+    from the readers needs no atomic operations, so the result does not depend on the order of programs.
 
     One program: the tile of `_tokens`.
 
@@ -113,11 +114,10 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, un
     """
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
     n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
     inside = (t < T)[:, None] & (c < N)[None, :]
     left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
-    g = tl.load(dy + t[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    had = tl.load(x + t[:, None] * (units * UNIT) + c[None, :], mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([BT, BC], tl.float32)
     part = tl.program_id(0).to(tl.int64) * W  # the sums of this block of tokens
     for j in tl.static_range(W):
@@ -126,8 +126,7 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, un
         seen = inside & (left >= back)[:, None]
         up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
         total += w[None, :] * up
-        had = look_back(x, before, t, back, p, n, c, inside, units * UNIT, W, N)
-        tl.store(dweight + (part + j) * N + c, tl.sum(g * had, 0), mask=c < N)
+        tl.store(dweight + (part + j) * N + c, tl.sum(up * had, 0), mask=c < N)
     if dlast is not None:  # noqa: SIM102 - this is known when compiling, the other is not
         if tl.min(left, 0) < W - 1:  # few programs meet the end of a sequence
             at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
@@ -136,14 +135,15 @@ def _tokens_backward(dy, dlast, x, weight, before, place, cu, dx, dweight, T, un
 
 
 @triton.jit
-def _starts_backward(dy, dlast, weight, cu, dbefore, W: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-                     BC: tl.constexpr):  # fmt: skip
-    """The gradient of `before`: of the W - 1 inputs that stood before each sequence.
+def _starts_backward(dy, dlast, weight, before, cu, dbefore, dweight, blocks, W: tl.constexpr, N: tl.constexpr,
+                     R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """The gradient of `before`: of the W - 1 inputs that stood before each sequence; and what they give to the weight.
 
     One program: one sequence and BC channels. Input m was read by the sequence's first tokens p <= m with tap m - p; in
     a sequence that is shorter than W - 1 it may also be among the last inputs, and gets their gradient.
 
-        dbefore     (sequences, W - 1, N), written
+        before      (sequences, W - 1, N);  dbefore like it, written
+        dweight     (blocks + sequences, W, N), from `blocks` on written: a part per sequence, after those of tokens
     """
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -156,6 +156,14 @@ def _starts_backward(dy, dlast, weight, cu, dbefore, W: tl.constexpr, N: tl.cons
         w = tl.load(weight + (m - p)[:, None] * N + c[None, :], mask=reads, other=0.0).to(tl.float32)
         up = tl.load(dy + (start + p) * N + c, mask=(c < N) & (start + p + c * 0 < stop), other=0.0).to(tl.float32)
         total += w * up[None, :]
+    for j in tl.static_range(W):
+        taps = tl.zeros([BC], tl.float32)
+        for p in tl.static_range(W - 1 - j):  # tap j of token p reads input p + j
+            real = (c < N) & (start + p + c * 0 < stop)
+            up = tl.load(dy + (start + p) * N + c, mask=real, other=0.0).to(tl.float32)
+            old = tl.load(before + (n * (W - 1) + p + j) * N + c, mask=real, other=0.0).to(tl.float32)
+            taps += up * old
+        tl.store(dweight + ((blocks + n) * W + j) * N + c, taps, mask=c < N)
     if dlast is not None:
         i = m - (stop - start)  # where it is still among the last
         kept = inside & (i >= 0)[:, None]
@@ -230,16 +238,18 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
     """Slots of the gradients of before and weight; that of x goes to the first columns of dx (1, T, columns)."""
     (_, T, N), W = dy.shape, weight.shape[0]
     blocks, columns = max(1, -(-T // BT)), -(-N // BC)
-    # Each block of tokens writes its own sum of the weight's gradient; they are added up afterwards, in order.
-    parts, dweight = plan.empty((blocks, W, N), torch.float32), plan.empty((W, N), weight.dtype)
-    plan.launch(_tokens_backward, (blocks, columns), (dy, dlast, x, weight, before, place, cu, dx, parts),
+    # Each block of tokens, and each sequence for what stood before it, has its own sum of the weight's gradient; they
+    # are added up afterwards, in order.
+    starts = 0 if before is None else before.shape[0]
+    parts, dweight = plan.empty((blocks + starts, W, N), torch.float32), plan.empty((W, N), weight.dtype)
+    plan.launch(_tokens_backward, (blocks, columns), (dy, dlast, x, weight, place, cu, dx, parts),
                 (T, x.strides[1] // unit(x.strides[1]), dx.shape[-1] // unit(dx.shape[-1])),
                 (W, N, BT, BC, unit(x.strides[1]), unit(dx.shape[-1])), num_warps=4)  # fmt: skip
-    sum_rows(plan, parts, dweight)
     dbefore = None if before is None else plan.empty(before.shape, before.dtype)
-    if dbefore is not None:
-        plan.launch(_starts_backward, (dbefore.shape[0], columns), (dy, dlast, weight, cu, dbefore), (),
+    if before is not None:
+        plan.launch(_starts_backward, (starts, columns), (dy, dlast, weight, before, cu, dbefore, parts), (blocks,),
                     (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
+    sum_rows(plan, parts, dweight)
     return dbefore, dweight
 
 
