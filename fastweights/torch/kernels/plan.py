@@ -120,29 +120,35 @@ class Plan:
         ]
 
     def _share(self):
-        """Put what only launches see into one allocation: to allocate costs the host as much as to launch."""
+        """Put what only launches see into one allocation: to allocate costs the host as much as to launch.
+
+        What no launch needs any more gives its room to what a later one writes; launches follow each other.
+        """
         wanted = self.results if isinstance(self.results, (list, tuple)) else [self.results]
         seen = {place for place in wanted if place is not None}
-        for step in self.steps:
+        uses: dict[int | None, list[int]] = {}
+        for i, step in enumerate(self.steps):
             if not isinstance(step, Launch):
                 seen |= {*step[1], step[2]}
+                continue
+            for place in step.slots:
+                uses.setdefault(place, []).append(i)
+        sizes: list[tuple[int, int, int, int]] = []  # place, bytes, first and last step that sees it
         for place in range(len(self.inputs), len(self.buffers)):
             buffer = self.buffers[place]
             if type(buffer) is tuple and place not in seen:
                 self.buffers[place] = None
-                self._reserve(place, prod(buffer[0]) * buffer[1].itemsize)
+                steps = uses.get(place, [0])
+                sizes.append((place, prod(buffer[0]) * buffer[1].itemsize, steps[0], steps[-1]))
         for i, step in enumerate(self.steps):
             if isinstance(step, Launch) and (size := scratch_bytes(step, self.device)):
                 self.buffers.append(None)
                 self.steps[i] = step._replace(scratch=len(self.buffers) - 1)
-                self._reserve(len(self.buffers) - 1, size)
+                sizes.append((len(self.buffers) - 1, size, i, i))
+        offsets, self.room = lay_out([row[1:] for row in sizes])
+        self.shared = [(row[0], offset) for row, offset in zip(sizes, offsets, strict=True)]
         if self.room:
             self.block = self.empty((self.room,), torch.uint8).place
-
-    def _reserve(self, place, size):
-        """Room for `size` bytes in the one allocation."""
-        self.shared.append((place, self.room))
-        self.room += -(-size // 256) * 256
 
     def run(self, *given: Tensor | None) -> list[Any]:
         """The tensors by place, after all steps; those that only launches see are None.
@@ -191,6 +197,28 @@ class Plan:
             else:
                 tensors[out] = x = function(*[None if i is None else tensors[i] for i in slots])
                 where[out] = x if where is tensors else x.data_ptr()
+
+
+def lay_out(wanted: list[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Where each of some buffers lies in one allocation, and how large that is, for (bytes, first step, last step).
+
+    Two share room where no step is between the first and the last of both. The largest are placed first, each as low
+    as it can be.
+
+    Examples:
+        >>> lay_out([(256, 0, 1), (512, 1, 2), (256, 2, 3)])
+        ([512, 0, 512], 768)
+    """
+    offsets, taken = [0] * len(wanted), list[tuple[int, int, int, int]]()
+    for i in sorted(range(len(wanted)), key=lambda i: -wanted[i][0]):
+        size, first, last = wanted[i]
+        size, at = -(-size // 256) * 256, 0
+        for start, end, since, until in sorted(taken):
+            if first <= until and since <= last and start < at + size and at < end:
+                at = end
+        offsets[i] = at
+        taken.append((at, at + size, first, last))
+    return offsets, max((end for _, end, _, _ in taken), default=0)
 
 
 def _strides(shape):
