@@ -22,6 +22,7 @@ from fastweights.torch.packing import fixed_shapes
 from fastweights.torch.tree import flatten, unflatten
 from fastweights.training.objective import Objective
 
+CONTIGUOUS = torch.contiguous_format
 MOST = 4  # graphs that are kept; they share their memory
 
 Batch = tuple[Tensor, Tensor, Tensor, Documents]  # tokens, labels, weights (B, T), and where documents start
@@ -144,4 +145,14 @@ class CapturedGradients(Gradients):
                 trained, loss, state = self.objective(tokens, labels, weights, state, documents)
             grads = torch.autograd.grad(trained * scale, self.parameters, allow_unused=True)
         self.used = [p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None]
-        return loss, *(grad for grad in grads if grad is not None), *(x for _, x in flatten(state))
+        return loss, *_apart([grad for grad in grads if grad is not None]), *(x for _, x in flatten(state))
+
+
+def _apart(grads):
+    """The gradients, each in memory of its own, since clipping changes them in place."""
+    found, memory = [], set()
+    for grad in grads:
+        at = grad.untyped_storage().data_ptr()
+        found.append(grad if grad.is_contiguous() and at not in memory else grad.clone(memory_format=CONTIGUOUS))
+        memory.add(at)
+    return found
