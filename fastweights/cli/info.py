@@ -68,11 +68,13 @@ def _speed() -> dict[str, str]:
     from fastweights.models.compiled import decide
     from fastweights.models.config import Config
     from fastweights.torch import graphs
+    from fastweights.training import gradients
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reason = graphs.refuses(torch.empty(1, device=device))
+    how = decide(Config(), device)
     return {
-        "train": f"blocks are {decide(Config(), device)}",
+        "train": f"blocks are {how}, steps {gradients.said(gradients.refuses(Config(), None, how, device))}",
         "generate": "captured (a step is a CUDA graph)" if reason is None else f"eager ({reason})",
     }
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastweights.fwl_config import FWLConfig
 from fastweights.models.compiled import How
 from fastweights.models.config import Config
-from fastweights.models.language_model import LanguageModel, State
+from fastweights.models.language_model import State
 from fastweights.models.mixers import Documents
 from fastweights.torch import graphs
 from fastweights.torch.devices import copied
@@ -26,6 +27,11 @@ CONTIGUOUS = torch.contiguous_format
 MOST = 4  # graphs that are kept; they share their memory
 
 Batch = tuple[Tensor, Tensor, Tensor, Documents]  # tokens, labels, weights (B, T), and where documents start
+
+
+def said(reason: str | None) -> str:
+    """How the kernels of a step come to run, in words.  reason: why they are not captured, or None."""
+    return f"launched one by one ({reason})" if reason else "captured as one CUDA graph"
 
 
 class Gradients:
@@ -55,11 +61,16 @@ class Gradients:
         return loss, state
 
     def __str__(self) -> str:
-        return f"launched one by one ({self.reason})" if self.reason else "captured as one CUDA graph"
+        return said(self.reason)
 
 
-def refuses(config: Config, model: LanguageModel, how: How, device: str) -> str | None:
-    """Why steps of this run are not captured, or None."""
+def refuses(config: Config, layer: FWLConfig | None, how: How, device: str) -> str | None:
+    """Why steps of this run are not captured, or None.  layer: the Fast Weight Layer's, None where there is none.
+
+    Examples:
+        >>> refuses(Config(), None, How(False, "as --no-compile says"), "cuda")
+        'blocks are not compiled'
+    """
     if not device.startswith("cuda"):
         return "there is no GPU"
     if torch.version.hip:
@@ -72,11 +83,11 @@ def refuses(config: Config, model: LanguageModel, how: How, device: str) -> str 
         return "gradients of several batches are added up"
     if config.checkpointing:
         return "blocks are computed again in the backward pass"
-    if model.fast is None:
+    if layer is None:
         return None
-    if model.fast.config.normalizer == "sequence":
+    if layer.normalizer == "sequence":
         return "the Fast Weight Layer's normalizer is 'sequence'"
-    reason = unfit(model.fast.config, device.partition(":")[0], config.length)
+    reason = unfit(layer, device.partition(":")[0], config.length)
     return reason and f"the Fast Weight Layer is trained with weights per document: {reason}"
 
 
@@ -112,7 +123,7 @@ class CapturedGradients(Gradients):
             p.grad = grad
         return loss, unflatten(state, dict(zip(names, rest[len(self.used) :], strict=True)))
 
-    def _run(self, key, work, inputs):
+    def _run(self, key: Hashable, work: graphs.Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """work(*inputs), captured the second time and replayed from then on."""
         found = self.known.get(key)
         if key in self.known and found is None:
@@ -125,7 +136,10 @@ class CapturedGradients(Gradients):
         self.known[key] = found
         return graphs.replay(found, inputs) if isinstance(found, graphs.Graph) else work(*inputs)
 
-    def _work(self, most, state, names, tokens, labels, weights, scale, starts, first, last, keep, offsets, *leaves):
+    def _work(
+        self, most: int, state: State, names: list[str], tokens: Tensor, labels: Tensor, weights: Tensor, scale: Tensor,
+        starts: Tensor, first: Tensor, last: Tensor, keep: Tensor, offsets: Tensor, *leaves: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """(loss, the gradients of parameters that have one, the tensors of the state), from tensors alone.
 
         Args:
@@ -148,9 +162,9 @@ class CapturedGradients(Gradients):
         return loss, *_apart([grad for grad in grads if grad is not None]), *(x for _, x in flatten(state))
 
 
-def _apart(grads):
+def _apart(grads: list[Tensor]) -> list[Tensor]:
     """The gradients, each in memory of its own, since clipping changes them in place."""
-    found, memory = [], set()
+    found, memory = list[Tensor](), set[int]()
     for grad in grads:
         at = grad.untyped_storage().data_ptr()
         found.append(grad if grad.is_contiguous() and at not in memory else grad.clone(memory_format=CONTIGUOUS))

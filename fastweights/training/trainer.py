@@ -59,7 +59,8 @@ class Trainer:
             compile_blocks(self.model)
         objective = Objective(self.model)
         self.objective = self.ranks.wrap(objective)
-        reason = uncaptured(c, self.model, self.how, self.ranks.device)
+        layer = None if self.model.fast is None else self.model.fast.config
+        reason = uncaptured(c, layer, self.how, self.ranks.device)
         if reason:
             self.gradients = Gradients(self.objective, self.autocast, reason)
         else:
