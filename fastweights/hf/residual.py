@@ -251,13 +251,13 @@ class ResidualHead(nn.Module):
     def _learn(self, S1, S2, layer, W2, dn):
         """S1 and S2 after a chunk with the gradients dn (B, C, D) at its features; only the steps see gradients."""
         with torch.no_grad():
-            g2 = layer.a.mT @ dn
-            g1 = layer.u.mT @ (2 * torch.relu(layer.h) * (dn @ W2.mT))
-            norm = (g1.square().sum((1, 2)) + g2.square().sum((1, 2))).sqrt()
+            dW2 = layer.a.mT @ dn
+            dW1 = layer.u.mT @ (2 * torch.relu(layer.h) * (dn @ W2.mT))
+            norm = (dW1.square().sum((1, 2)) + dW2.square().sum((1, 2))).sqrt()
             shorter = (self.settings.clip / (norm + 1e-12)).clamp(max=1.0)[:, None, None]
-            g1, g2 = g1 * shorter, g2 * shorter
+            dW1, dW2 = dW1 * shorter, dW2 * shorter
         steps = self.log_steps.exp()
-        change1, change2 = steps[0] * g1, steps[1] * g2
+        change1, change2 = steps[0] * dW1, steps[1] * dW2
         if watching.steps:
             square = change1.square().sum((1, 2)) + change2.square().sum((1, 2))
             watching.steps[-1].append(square.detach().sqrt())

@@ -146,44 +146,44 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     _, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, False)
     written = short(tl.trans(w_i) / to_key, low, PRECISION)
     # What writers give: first through the memory. All of it, and what is kept of before, decays at the first token.
-    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
-    there = kept * tl.exp(2.0 * half) + tl.sum(written * gw, 1)
+    dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
+    there = kept * tl.exp(2.0 * half) + tl.sum(written * dw, 1)
     # queries
-    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
+    dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
     reader = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
     reader = short(reader * to_query, low, PRECISION)
     pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
-    g = product(written, tl.trans(pairs), g, PRECISION)
-    gw = product(reader, pairs, gw, PRECISION)
-    crossing = reader * g
-    store_tile(dq, tl.trans(g * to_query), token, head, first_d, left, H, K, C, BK)
+    dm = product(written, tl.trans(pairs), dm, PRECISION)
+    dw = product(reader, pairs, dw, PRECISION)
+    crossing = reader * dm
+    store_tile(dq, tl.trans(dm * to_query), token, head, first_d, left, H, K, C, BK)
     if BEFORE:  # a query does not see the decay of its own token
         total = _sums(crossing, tl.trans(_before(C, False, low)), PRECISION)
         crossing = tl.zeros_like(crossing)
     # keys, as they read
     if DELTA:
-        g = _of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * -to_half
+        dm = _of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * -to_half
         reader, _ = load_keys(k, erase, None, token, head, first_d, left, H, K, C, BK, True)
         reader = short(tl.trans(reader) * to_key, low, PRECISION)
         pairs = load_block(dM, at, 0, 0, C, C, C, C)
-        g = product(written, tl.trans(pairs), g, PRECISION)
-        gw = product(reader, pairs, gw, PRECISION)
-        crossing += reader * g
-        g *= to_key
+        dm = product(written, tl.trans(pairs), dm, PRECISION)
+        dw = product(reader, pairs, dw, PRECISION)
+        crossing += reader * dm
+        dm *= to_key
         if erase is not None:
-            store_tile(derase, tl.trans(g), token, head, first_d, left, H, K, C, BK)
-    crossing -= written * gw
+            store_tile(derase, tl.trans(dm), token, head, first_d, left, H, K, C, BK)
+    crossing -= written * dw
     from_here = _sums(crossing, tl.trans(_before(C, True, low)), PRECISION) + there[:, None]
     if BEFORE:
         from_here += total
     store_tile(dlog_decay, tl.trans(from_here), token, head, first_d, left, H, K, C, BK)
-    gw /= to_key
+    dw /= to_key
     if beta is not None:
         rate = (block.to(tl.int64) * tokens + token + i) * H + head
         b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
         k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))
-        tl.store(dbeta + rate, tl.sum(k_i * gw, 0).to(dbeta.dtype.element_ty), mask=i < left)
-        gw *= b[None, :]
+        tl.store(dbeta + rate, tl.sum(k_i * dw, 0).to(dbeta.dtype.element_ty), mask=i < left)
+        dw *= b[None, :]
     if DELTA and erase is None:
-        gw += g
-    store_tile(dk, tl.trans(gw), token, head, first_d, left, H, K, C, BK)
+        dw += dm
+    store_tile(dk, tl.trans(dw), token, head, first_d, left, H, K, C, BK)

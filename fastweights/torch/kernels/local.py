@@ -23,11 +23,11 @@ from fastweights.torch.kernels.tiles import (
 
 
 @triton.jit
-def _errors(k, v, X, S, dy, b, g, at, token, head, left, first, gb,
+def _errors(k, v, X, S, dy, b, g, at, token, head, left, first, db,
             H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DELTA: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
             HALF: tl.constexpr):  # fmt: skip
-    """The errors u of BV values, computed again where the walk has not saved them; dy; and gb, the gradient of beta.
+    """The errors u of BV values, computed again where the walk has not saved them; dy; and db, the gradient of beta.
 
     dy times its rate is dv, and is stored in the place of dy.
     """
@@ -45,20 +45,20 @@ def _errors(k, v, X, S, dy, b, g, at, token, head, left, first, gb,
             kS *= g[:, None]
         y = u_i - kS
         if BETA and HALF:
-            gb += tl.sum(dy_i.to(tl.float32) * y, 1)
+            db += tl.sum(dy_i.to(tl.float32) * y, 1)
         if BETA:
             y *= b[:, None]
         u = solve(load_block(X, at, 0, 0, C, C, C, C), y.to(dtype), PRECISION)
         if BETA and not HALF:
-            gb += tl.sum(dy_i.to(tl.float32) * u, 1) / b  # u / b is the error itself: no difference of large sums
+            db += tl.sum(dy_i.to(tl.float32) * u, 1) / b  # u / b is the error itself: no difference of large sums
         u_i = u.to(dtype)
     elif BETA:
-        gb += tl.sum(dy_i.to(tl.float32) * u_i, 1)
+        db += tl.sum(dy_i.to(tl.float32) * u_i, 1)
         u_i = (u_i * b[:, None]).to(dtype)
     if BETA:
         tl.debug_barrier()  # every thread has read dy
         store_tile(dy, dy_i * b[:, None], token, head, first, left, H, V, C, BV)
-    return u_i, dy_i, gb
+    return u_i, dy_i, db
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
     i = tl.arange(0, C)
     dA_i = tl.zeros([C, C], tl.float32)
     R_i = tl.zeros([C, C], tl.float32)
-    gb = tl.zeros([C], tl.float32)  # gradient of beta
+    db = tl.zeros([C], tl.float32)  # gradient of beta
     b = tl.zeros([C], tl.float32)
     g = tl.zeros([C], tl.float32)
     if BETA:
@@ -111,7 +111,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
             u_i = load_tile(u, token, head, first, left, H, V, C, BV)
             dv_i = load_tile(dv, token, head, first, left, H, V, C, BV)
         else:
-            u_i, dv_i, gb = _errors(k, v, X, S, dv, b, g, at, token, head, left, first, gb,
+            u_i, dv_i, db = _errors(k, v, X, S, dv, b, g, at, token, head, left, first, db,
                                     H, K, V, C, BK, BV, DELTA, BETA, DECAY, PRECISION, HALF)  # fmt: skip
             store_tile(u, u_i, token, head, first, left, H, V, C, BV)
         # How the loss changes with what key i reads of the error of token j, and with what query i reads of it
@@ -124,7 +124,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
     to = at * C * C + i[:, None] * C + i[None, :]
     rate = (token + i) * H + head
     if BETA and KNOWN:  # u and dv hold the rate as a factor
-        gb = tl.sum(tl.where(i[:, None] == i[None, :], R_i, 0.0), 1) / b / b
+        db = tl.sum(tl.where(i[:, None] == i[None, :], R_i, 0.0), 1) / b / b
     if DECAY:
         log_r = read_decay(log_g + at * C, i, BEFORE)
         between = decay(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
@@ -150,7 +150,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
                 k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
                 L = product(k_d, tl.trans(k_d), L, PRECISION)
         if BETA and HALF and not KNOWN:
-            gb -= tl.sum(R_i * L, 1)
+            db -= tl.sum(R_i * L, 1)
         if BETA and not KNOWN:
             R_i *= b[:, None]
         if DECAY and BEFORE:
@@ -163,7 +163,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
     if DECAY:
         tl.store(within + at * C + i, sums)
     if BETA:
-        tl.store(dbeta + rate, gb.to(dbeta.dtype.element_ty), mask=i < left)
+        tl.store(dbeta + rate, db.to(dbeta.dtype.element_ty), mask=i < left)
 
 
 @triton.jit
@@ -199,37 +199,37 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
         reads = tl.zeros([C], tl.float32)  # what key i reads of it,
         writes = tl.zeros([C], tl.float32)  # and what it leaves there
     for first_d in range(0, K, BK):
-        gq = tl.zeros([BK, C], tl.float32)
-        gk = tl.zeros([BK, C], tl.float32)  # of a key, as it writes,
-        gS = tl.zeros([BK, C], tl.float32)  # and as it reads what it will correct, with its sign turned
+        dq_i = tl.zeros([BK, C], tl.float32)
+        dk_i = tl.zeros([BK, C], tl.float32)  # of a key, as it writes,
+        dm_i = tl.zeros([BK, C], tl.float32)  # and as it reads what it will correct, with its sign turned
         for first in range(0, V, BV):
             S_i = tl.trans(load_block(S, at, first, first_d, V, K, BV, BK))  # [BK, BV]
-            gq = product(S_i, tl.trans(load_tile(do, token, head, first, left, H, V, C, BV)), gq, PRECISION)
+            dq_i = product(S_i, tl.trans(load_tile(do, token, head, first, left, H, V, C, BV)), dq_i, PRECISION)
             if DELTA:
-                gS = product(S_i, tl.trans(load_tile(dv, token, head, first, left, H, V, C, BV)), gS, PRECISION)
+                dm_i = product(S_i, tl.trans(load_tile(dv, token, head, first, left, H, V, C, BV)), dm_i, PRECISION)
             D_i = tl.trans(load_block(D, at, first, first_d, V, K, BV, BK))
-            gk = product(D_i, tl.trans(load_tile(u, token, head, first, left, H, V, C, BV)), gk, PRECISION)
+            dk_i = product(D_i, tl.trans(load_tile(u, token, head, first, left, H, V, C, BV)), dk_i, PRECISION)
             if DECAY:
                 kept += tl.sum(D_i.to(tl.float32) * S_i, 1)
-        # So far gq, gk and gS hold what goes through the memory; what stays within the chunk is added below.
+        # So far dq_i, dk_i and dm_i hold what goes through the memory; what stays within the chunk is added below.
         k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))  # [BK, C]
         if DECAY:
-            gq *= decay(log_r)[None, :]
-            gk *= decay(log_end - log_g_i)[None, :]
-            writes += tl.sum(k_i * gk, 0)
+            dq_i *= decay(log_r)[None, :]
+            dk_i *= decay(log_end - log_g_i)[None, :]
+            writes += tl.sum(k_i * dk_i, 0)
         if DECAY and DELTA:
-            gS *= decay(log_g_i)[None, :]
-            reads -= tl.sum(k_i * gS, 0)
+            dm_i *= decay(log_g_i)[None, :]
+            reads -= tl.sum(k_i * dm_i, 0)
         q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
         if DECAY:
-            queries += tl.sum(q_i * gq, 0)
+            queries += tl.sum(q_i * dq_i, 0)
         dA_i = load_block(dA, at, 0, 0, C, C, C, C)  # [C, C], a row for each reader
-        gq = product(k_i, tl.trans(dA_i), gq, PRECISION)
-        store_tile(dq, tl.trans(gq), token, head, first_d, left, H, K, C, BK)
-        gk = product(q_i, dA_i, gk, PRECISION)
+        dq_i = product(k_i, tl.trans(dA_i), dq_i, PRECISION)
+        store_tile(dq, tl.trans(dq_i), token, head, first_d, left, H, K, C, BK)
+        dk_i = product(q_i, dA_i, dk_i, PRECISION)
         if DELTA:
-            gk -= product(k_i, load_block(R, at, 0, 0, C, C, C, C), gS, PRECISION)
-        store_tile(dk, tl.trans(gk), token, head, first_d, left, H, K, C, BK)
+            dk_i -= product(k_i, load_block(R, at, 0, 0, C, C, C, C), dm_i, PRECISION)
+        store_tile(dk, tl.trans(dk_i), token, head, first_d, left, H, K, C, BK)
     if DECAY:
         # Through the memory: what it keeps of before the chunk, what earlier tokens wrote, and what later ones read.
         total = tl.load(within + at * C + i) + tl.sum(kept, 0) * decay(log_end)
