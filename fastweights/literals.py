@@ -11,3 +11,4 @@ Norm = Literal["none", "sum", "l2", "max", "hellinger"]  # of features
 LayerNorm = Literal["none", "sum", "l2", "max", "hellinger", "attention", "sum+attention", "nlms"]  # of a layer
 Method = Literal["auto", "recurrent", "chunked", "kernel"]
 Normalizer = Literal["batch", "sequence"]
+Within = Literal["held", "cumulative"]

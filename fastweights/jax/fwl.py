@@ -15,7 +15,7 @@ from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.framework import OPS
 from fastweights.jax.ops import _values
-from fastweights.literals import Normalizer, Rule
+from fastweights.literals import Normalizer, Rule, Within
 from fastweights.refresh import RefreshState
 
 
@@ -77,7 +77,7 @@ class FWLBlock(nn.Module):
     first_order: bool = False
     eps: float = 1e-6
     refresh: int | None = None
-    within: str = "held"
+    within: Within = "held"
     log_steps: bool = False
     unembed: nn.Embed | None = None
     bias: bool | None = None

@@ -12,11 +12,9 @@ from typing import Any
 
 from keras import ops
 
-from fastweights.keras.dtypes import accumulation_dtype
+from fastweights.keras.dtypes import Tensor, accumulation_dtype
 
 WORDS = 8192  # in a block
-
-Tensor = Any  # of the backend in use
 
 
 def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,10 @@
-"""The dtype that sums are kept in: float32 or wider."""
+"""What a tensor of Keras is to a type checker, and the dtype that sums are kept in: float32 or wider."""
 
 from typing import Any
 
 from fastweights.core import dtype_name
+
+Tensor = Any  # of the backend in use
 
 
 def accumulation_dtype(like: Any) -> str:

@@ -4,18 +4,14 @@
 float64 or is slow, another one stands in for it, and a comment or docstring says why.
 """
 
-from typing import Any
-
 import keras
 import numpy as np
 from keras import ops
 
 from fastweights.framework import Ops
 from fastweights.keras import cross_entropy
-from fastweights.keras.dtypes import accumulation_dtype
+from fastweights.keras.dtypes import Tensor, accumulation_dtype
 from fastweights.keras.ops import fast_weight, feature_map
-
-Tensor = Any  # of the backend in use
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from fastweights import fwl, fwl_checks, fwl_config, refresh, refresh_run
 from fastweights.core import FastWeightError
 from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
-from fastweights.keras.dtypes import accumulation_dtype
-from fastweights.keras.framework import OPS, Tensor
+from fastweights.keras.dtypes import Tensor, accumulation_dtype
+from fastweights.keras.framework import OPS
 from fastweights.keras.ops import _values
 from fastweights.keras.parameters import add_parameter, random_generator
-from fastweights.literals import Normalizer, Rule
+from fastweights.literals import Normalizer, Rule, Within
 from fastweights.refresh import RefreshState
 
 
@@ -75,7 +75,7 @@ class FWLBlock(keras.layers.Layer):
         first_order: bool = False,
         eps: float = 1e-6,
         refresh: int | None = None,
-        within: str = "held",
+        within: Within = "held",
         log_steps: bool = False,
         unembed: keras.layers.Embedding | None = None,
         bias: bool | None = None,

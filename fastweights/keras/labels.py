@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import KerasTensor, ops
 
-from fastweights.keras.framework import Tensor
+from fastweights.keras.dtypes import Tensor
 
 
 def make_labels(

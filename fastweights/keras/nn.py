@@ -18,8 +18,8 @@ from fastweights import attention
 from fastweights.attention import AttentionState
 from fastweights.attention.config import AttentionConfig
 from fastweights.attention.presets import preset_arguments
-from fastweights.keras.dtypes import accumulation_dtype
-from fastweights.keras.framework import OPS, Tensor
+from fastweights.keras.dtypes import Tensor, accumulation_dtype
+from fastweights.keras.framework import OPS
 from fastweights.keras.parameters import add_parameter, random_generator
 from fastweights.literals import LayerNorm, Method, Rule
 

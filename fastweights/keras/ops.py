@@ -1,7 +1,6 @@
 """`fast_weight` and `feature_map` in keras.ops: arguments become an Inputs and a Spec, which scan.py computes."""
 
 from collections.abc import Callable
-from typing import Any
 
 from keras import ops
 
@@ -10,14 +9,12 @@ from fastweights.checks import check, check_method, check_offsets, log_method
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.debugging import check_values, debugging
 from fastweights.features import parse, parse_fixed
-from fastweights.keras.dtypes import accumulation_dtype
+from fastweights.keras.dtypes import Tensor, accumulation_dtype
 from fastweights.keras.scan import run
 from fastweights.literals import Method, Norm, Read, Rule
 
 METHODS = ("recurrent", "chunked")
 CHUNK_SIZE = 64
-
-Tensor = Any  # of the backend in use
 
 
 def fast_weight(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from fastweights.keras.ops import Tensor
+from fastweights.keras.dtypes import Tensor
 
 
 class _Packing(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 from keras import KerasTensor, ops
 
-from fastweights.keras.framework import Tensor, matmul
+from fastweights.keras.dtypes import Tensor
+from fastweights.keras.framework import matmul
 from fastweights.keras.parameters import add_parameter
 from fastweights.keras.sequential import ACTIVATIONS, check_input, read_activation, scan, serialised, uniform
 from fastweights.sequential import programmer_widths

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 from keras import KerasTensor, ops
 
-from fastweights.keras.framework import Tensor, matmul
+from fastweights.keras.dtypes import Tensor
+from fastweights.keras.framework import matmul
 from fastweights.keras.parameters import add_parameter
 from fastweights.keras.sequential import ACTIVATIONS, check_input, read_activation, scan, serialised, uniform
 from fastweights.sequential import RNNState, check_rates, layer_norm, settle

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from fastweights.core import FastWeightError
-from fastweights.keras.framework import Tensor
+from fastweights.keras.dtypes import Tensor
 from fastweights.keras.parameters import random_generator
 from fastweights.sequential import check_activation
 

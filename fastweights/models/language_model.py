@@ -116,22 +116,24 @@ class LanguageModel(nn.Module):
     Args:
         config: a `Config`.
         vocab: number of tokens; the last of them marks the start of a document.
+        device, dtype: of the parameters.
     """
 
     embedding: Any
     blocks: Any
     fast: Any
 
-    def __init__(self, config: Config, vocab: int):
+    def __init__(self, config: Config, vocab: int, *, device: Any = None, dtype: Any = None):
         super().__init__()
         self.config, self.vocab = config, vocab
         self.tokenizer: Any = None
         self._fingerprint: tuple[list[Any], str] | None = None  # and what the weights looked like then
         self.compiled: Any = None  # how `fastweights.models.compiled` runs a block in training
-        self.embedding = nn.Embedding(vocab, config.dim)
+        to = dict(device=device, dtype=dtype)
+        self.embedding = nn.Embedding(vocab, config.dim, **to)
         nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
-        self.blocks = nn.ModuleList(Block(config, name) for name in config.mixers)
-        self.norm = nn.RMSNorm(config.dim, EPS)
+        self.blocks = nn.ModuleList(Block(config, name, **to) for name in config.mixers)
+        self.norm = nn.RMSNorm(config.dim, EPS, **to)
         self.fast = None
         if config.head == "fwl":
             hidden = config.fast_hidden or 2 * config.dim
@@ -142,6 +144,7 @@ class LanguageModel(nn.Module):
                 hidden=hidden,
                 unembed=self.embedding.weight,
                 **config.fast_options,
+                **to,
             )
 
     def init_state(self, batch: int) -> State:

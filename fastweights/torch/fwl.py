@@ -11,7 +11,7 @@ from fastweights import fwl, fwl_checks, fwl_config
 from fastweights.core import FastWeightError
 from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
-from fastweights.literals import Normalizer, Rule
+from fastweights.literals import Normalizer, Rule, Within
 from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, fwl_train, held, refresh
 from fastweights.torch.dtypes import accumulation_dtype
@@ -82,7 +82,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         first_order: bool = False,
         eps: float = 1e-6,
         refresh: int | None = None,
-        within: str = "held",
+        within: Within = "held",
         log_steps: bool = False,
         unembed: nn.Parameter | None = None,
         bias: bool | None = None,
