@@ -1,10 +1,11 @@
-"""The three frameworks are spelled alike: public names, and the parameters of each, in order, with their defaults."""
+"""The three frameworks are spelled alike: public names, and the parameters of each, in order, defaults and words."""
 
 import dataclasses
 import inspect
 import os
 import subprocess
 import sys
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -25,8 +26,15 @@ METHODS = {
 }
 
 
+def words(annotation):
+    """The words that an annotation allows, those of a Literal anywhere in it; none where any string will do."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(word for part in get_args(annotation) for word in words(part))
+
+
 def parameters(function, framework):
-    """(name, kind, default) of what is not the framework's own."""
+    """(name, kind, default, words) of what is not the framework's own."""
     own = OWN[framework] - (set() if function.__name__ == "__init__" else {"name"})
     found = []
     for p in inspect.signature(function).parameters.values():
@@ -34,7 +42,7 @@ def parameters(function, framework):
             default = p.default
             if isinstance(default, dataclasses.Field):
                 default = default.default
-            found.append((p.name, p.kind.name, repr(default)))
+            found.append((p.name, p.kind.name, repr(default), words(p.annotation)))
     return found
 
 
@@ -70,7 +78,20 @@ def test_signatures_are_those_of_torch(framework):
         assert there[name] == here[name], name
 
 
+@pytest.mark.parametrize("argument", ["rule", "read", "norm", "method", "normalizer", "within"])
+def test_arguments_that_take_words_say_which(argument):
+    """Wherever an argument has this name, its type is a Literal: a type checker knows a word that is wrong."""
+    found = [p[3] for signature in public("torch").values() for p in signature if p[0] == argument]
+    assert found
+    assert all(found), argument
+
+
 def test_the_comparison_can_fail():
     assert parameters(lambda a, *, b=1: 0, "torch") != parameters(lambda a, *, b=2: 0, "torch")
     assert parameters(lambda a, b: 0, "torch") != parameters(lambda b, a: 0, "torch")
     assert parameters(lambda a, device=None: 0, "torch") == parameters(lambda a: 0, "torch")
+
+    def first(a: Literal["x", "y"] | None): ...
+    def second(a: Literal["x"] | None): ...
+
+    assert parameters(first, "torch") != parameters(second, "torch")

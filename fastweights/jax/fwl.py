@@ -22,6 +22,7 @@ from fastweights.refresh import RefreshState
 class FWLBlock(nn.Module):
     """A Fast Weight Layer (Clark et al. 2022): an output block that learns from the document it reads.
 
+        >>> from fastweights.jax import make_labels
         >>> block = FWLBlock(16, vocab_size=50)
         >>> tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 50)
         >>> labels, weights = make_labels(tokens)

@@ -16,6 +16,9 @@ COLLECTIONS = ("params", "constants")
 def export_parameters(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
 
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from fastweights.jax import FastWeightAttention
         >>> layer = FastWeightAttention(8, heads=2)
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 2, 8)))
         >>> {name: array.shape for name, array in export_parameters(variables).items()}
@@ -35,6 +38,9 @@ def import_parameters(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -
         arrays: name -> array. A missing, unknown or misshapen one raises FastWeightError.
 
     Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from fastweights.jax import FastWeightAttention
         >>> layer, x = FastWeightAttention(8, heads=2), jnp.ones((1, 2, 8))
         >>> trained, fresh = (layer.init(jax.random.key(seed), x) for seed in (0, 1))
         >>> copy = import_parameters(fresh, export_parameters(trained))

@@ -22,6 +22,7 @@ class FastWeightProgrammer(nn.Module):
 
     $$ W_t = \sigma(W_{t-1} + a_t b_t^\top), \qquad y_t = W_t x_t, \qquad a_t, b_t \text{ linear in } x_t $$
 
+        >>> import jax
         >>> programmer = FastWeightProgrammer(8, 4, activation="tanh")
         >>> x = jnp.ones((2, 10, 8))
         >>> variables = programmer.init(jax.random.key(0), x)

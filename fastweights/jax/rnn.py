@@ -26,6 +26,7 @@ class FastWeightRNN(nn.Module):
 
     $$ A_t = \lambda A_{t-1} + \eta\, h_t h_t^\top $$
 
+        >>> import jax
         >>> rnn = FastWeightRNN(8, 32)
         >>> x = jnp.ones((2, 10, 8))
         >>> h, state = rnn.apply(rnn.init(jax.random.key(0), x), x)   # (B, T, inputs) -> (B, T, hidden)

@@ -23,6 +23,7 @@ from fastweights.refresh import RefreshState
 class FWLBlock(keras.layers.Layer):
     """A Fast Weight Layer (Clark et al. 2022): an output block that learns from the document it reads.
 
+        >>> from fastweights.keras import make_labels
         >>> block = FWLBlock(16, vocab_size=50)
         >>> tokens = keras.random.randint((2, 12), 0, 50)
         >>> labels, weights = make_labels(tokens)

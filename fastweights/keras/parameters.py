@@ -30,6 +30,7 @@ DOTTED = {"norm_weight": "norm.weight", "norm_bias": "norm.bias"}  # the torch b
 def export_parameters(layer: keras.layers.Layer) -> dict[str, np.ndarray]:
     """Parameters by the name that they have in every framework, as NumPy; bfloat16 as float32.
 
+        >>> from fastweights.keras import FastWeightAttention
         >>> layer = FastWeightAttention(8, heads=2)
         >>> {name: array.shape for name, array in export_parameters(layer).items()}
         {'in_proj': (8, 26), 'out_norm': (4,), 'out_proj': (8, 8)}
@@ -48,6 +49,7 @@ def import_parameters(layer: keras.layers.Layer, arrays: Mapping[str, Any]) -> N
         arrays: name -> array. A missing, unknown or misshapen one raises FastWeightError, before anything is changed.
 
     Examples:
+        >>> from fastweights.keras import FastWeightAttention
         >>> one, other = FastWeightAttention(8, heads=2), FastWeightAttention(8, heads=2)
         >>> import_parameters(other, export_parameters(one))
         >>> bool((export_parameters(other)["in_proj"] == export_parameters(one)["in_proj"]).all())

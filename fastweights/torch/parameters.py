@@ -30,6 +30,8 @@ def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:
 
     A layer that was trained in PyTorch goes on in Flax or Keras this way: `import_parameters` there takes this dict.
 
+        >>> import torch
+        >>> from fastweights.torch import FastWeightAttention
         >>> {name: array.shape for name, array in export_parameters(FastWeightAttention(8, heads=2)).items()}
         {'out_norm': (4,), 'in_proj': (8, 26), 'out_proj': (8, 8)}
 
@@ -55,6 +57,8 @@ def import_parameters(module: nn.Module, arrays: Mapping[str, Any]) -> None:
         arrays: name -> array. A missing, unknown or misshapen one raises FastWeightError, before anything is changed.
 
     Examples:
+        >>> import torch
+        >>> from fastweights.torch import FastWeightAttention
         >>> one, other = FastWeightAttention(8, heads=2), FastWeightAttention(8, heads=2)
         >>> import_parameters(other, export_parameters(one))
         >>> x = torch.randn(1, 5, 8)

@@ -25,6 +25,7 @@ SAME = {"blocks": "block", "layers": "block", "layer": "block", "h": "block"}  #
 class Probe:
     """The records of an open probe, by the name of the module that holds each memory. Made by `probe`.
 
+        >>> import torch
         >>> from fastweights.torch import FastWeightAttention
         >>> model = nn.ModuleList(FastWeightAttention(16, heads=2) for _ in range(2))
         >>> with probe(model) as p:
@@ -224,6 +225,7 @@ def _contains(parts, wanted):
 def probe(model: nn.Module, *, every: int = 16, keep: bool = False) -> Probe:
     """Record what every memory of a model does while the model reads: `with fw.probe(model) as p:`.
 
+        >>> import torch
         >>> from fastweights.torch import FastWeightAttention
         >>> layer = FastWeightAttention(16, heads=2)
         >>> with probe(layer) as p:
