@@ -11,9 +11,10 @@ of packed documents) and step sizes e, the fast pass is
     y~ = a~ W2 + b2 + M(a~, a, -e g2) - sums(e g2)         n~ = norm(y~) (scale - sums(e dn xhat)) + shift - sums(e dn)
 
 Rows are tokens, (B * T, width). In the code a variable `dx` is the gradient of x of the mean loss; the slow pass's own
-gradients, which the fast pass learns from, are g1, g2 and `slow_dn`, the dn above.
+gradients, which the fast pass learns from, are g1, g2 and dn.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,75 +120,43 @@ class Loss(torch.autograd.Function):
             config,
             [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)],
         )
-        weights, share, e, scale, shift = (y.to(wide) for y in (weights, share, steps, scale, shift))
-        x1, k1 = passes.inputs(x, shape.length, e, dtype)
-        W1, b1, W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
+        s = SimpleNamespace()  # what is put here is kept for the backward, by its name
+        weights, s.share, s.e, s.scale, shift = (y.to(wide) for y in (weights, share, steps, scale, shift))
+        s.x1, s.k1 = passes.inputs(x, shape.length, s.e, dtype)
+        s.W1, b1, s.W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
 
         # The slow pass: what the trained weights make of every token.
-        h = torch.addmm(b1, x1[:, :D], W1)
-        a = passes.square(h)
-        xhat, rstd, features = passes.normal(torch.addmm(b2, a, W2), scale, shift, config.eps)
+        s.h = torch.addmm(b1, s.x1[:, :D], s.W1)
+        s.a = passes.square(s.h)
+        s.xhat, s.rstd, s.features = passes.normal(torch.addmm(b2, s.a, s.W2), s.scale, shift, config.eps)
         # Its loss is not wanted, only r, the gradient of each token's loss at its features.
-        words, c = cross_entropy.rows(E, c, dtype)
-        log_sum, r, _, _ = cross_entropy.score(
-            features, words, c, labels, torch.ones_like(weights), gradient=True, learn=False
+        s.words, s.c = cross_entropy.rows(E, c, dtype)
+        s.labels = labels
+        s.log_sum, s.r, _, _ = cross_entropy.score(
+            s.features, s.words, s.c, labels, torch.ones_like(weights), gradient=True, learn=False
         )
 
         # The gradient at every layer, which is what the fast weights are changed by.
-        g2, v2, changes = passes.slow_gradient(r, share, xhat, rstd, scale, e)
-        u = g2 @ W2.mT
-        v1 = passes.gate(u, h, -2.0)
+        s.g2, s.v2, changes = passes.slow_gradient(s.r, s.share, s.xhat, s.rstd, s.scale, s.e)
+        s.u = s.g2 @ s.W2.mT
+        s.v1 = passes.gate(s.u, s.h, -2.0)
         # The fast pass: each token is answered with all changes of the tokens before it.
-        memory1, A1, S1 = read_before(shape, passes, kept, x1, k1, v1)
-        h_fast, a_fast = passes.add_square(h, memory1)
-        memory2, A2, S2 = read_before(shape, passes, kept, a_fast, a, v2)
+        memory1, s.A1, s.S1 = read_before(shape, passes, kept, s.x1, s.k1, s.v1)
+        s.h_fast, s.a_fast = passes.add_square(s.h, memory1)
+        memory2, s.A2, s.S2 = read_before(shape, passes, kept, s.a_fast, s.a, s.v2)
         within, before, _ = sums(shape, passes, kept, changes)
-        xhat_fast, rstd_fast, scale_fast, features_fast = passes.fast_normal(
-            memory2.addmm_(a_fast, W2), b2, within, before, scale, shift, config.eps
+        s.xhat_fast, s.rstd_fast, s.scale_fast, features_fast = passes.fast_normal(
+            memory2.addmm_(s.a_fast, s.W2), b2, within, before, s.scale, shift, config.eps
         )
         # The fast features are scored, and their gradient is made while the logits are there.
-        log_sum_fast, dfeatures, dwords, dc = cross_entropy.score(
-            features_fast, words, c, labels, weights, gradient=learn, learn=learn
+        log_sum_fast, s.dfeatures, s.dwords, s.dc = cross_entropy.score(
+            features_fast, s.words, s.c, labels, weights, gradient=learn, learn=learn
         )
-        losses = cross_entropy.losses(features_fast, words, c, labels, log_sum_fast)
-        total = weights.sum().clamp(min=1e-8)
-        ctx.save_for_backward(
-            x1,
-            k1,
-            W1,
-            W2,
-            h,
-            a,
-            xhat,
-            rstd,
-            scale,
-            features,
-            words,
-            c,
-            labels,
-            log_sum,
-            r,
-            share,
-            g2,
-            u,
-            v1,
-            A1,
-            S1,
-            h_fast,
-            a_fast,
-            v2,
-            A2,
-            S2,
-            xhat_fast,
-            rstd_fast,
-            scale_fast,
-            dfeatures,
-            dwords,
-            dc,
-            total,
-            e,
-        )
-        return (losses * weights).sum() / total
+        losses = cross_entropy.losses(features_fast, s.words, s.c, labels, log_sum_fast)
+        s.total = weights.sum().clamp(min=1e-8)
+        ctx.names = tuple(vars(s))
+        ctx.save_for_backward(*vars(s).values())
+        return (losses * weights).sum() / s.total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -203,72 +172,41 @@ def _backward(ctx, dloss):
     In three parts, in reverse: the fast pass; the slow gradients, which were the values that the fast pass read (these
     are the second-order part, which `first_order` leaves out); and the slow pass itself.
     """
-    (
-        x1,
-        k1,
-        W1,
-        W2,
-        h,
-        a,
-        xhat,
-        rstd,
-        scale,
-        features,
-        words,
-        c,
-        labels,
-        log_sum,
-        r,
-        share,
-        g2,
-        u,
-        v1,
-        A1,
-        S1,
-        h_fast,
-        a_fast,
-        v2,
-        A2,
-        S2,
-        xhat_fast,
-        rstd_fast,
-        scale_fast,
-        dfeatures,
-        dwords,
-        dc,
-        total,
-        e,
-    ) = ctx.saved_tensors
+    s = SimpleNamespace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
     shape, kept, T, D, V, config, dtypes = ctx.rest
-    passes, size, ratio = passes_for(h, h.dtype), config.size, dloss / total
+    passes, size, ratio = passes_for(s.h, s.h.dtype), config.size, dloss / s.total
 
     # the fast pass
-    three = passes.fast_backward(dfeatures, ratio, xhat_fast, rstd_fast, scale_fast)
+    three = passes.fast_backward(s.dfeatures, ratio, s.xhat_fast, s.rstd_fast, s.scale_fast)
     within, after, (db2, dscale, dshift) = sums(shape, passes, kept, three, reverse=True)
     dy = three[:, :size]
-    da_fast, da, dv2 = read_before_backward(shape, passes, kept, dy, a_fast, a, v2, A2, S2)
-    dW2 = (a_fast.mT @ dy).to(e.dtype)
-    dh = passes.gate(da_fast.addmm_(dy, W2.mT), h_fast, 2.0, out=da_fast)
-    dx, dk1, dv1 = read_before_backward(shape, passes, kept, dh, x1, k1, v1, A1, S1)
-    dwords, dc = dwords * ratio, dc * ratio
+    da_fast, da, dv2 = read_before_backward(shape, passes, kept, dy, s.a_fast, s.a, s.v2, s.A2, s.S2)
+    dW2 = (s.a_fast.mT @ dy).to(s.e.dtype)
+    dh = passes.gate(da_fast.addmm_(dy, s.W2.mT), s.h_fast, 2.0, out=da_fast)
+    dx, dk1, dv1 = read_before_backward(shape, passes, kept, dh, s.x1, s.k1, s.v1, s.A1, s.S1)
+    dwords, dc = s.dwords * ratio, s.dc * ratio
 
     # what the gradients, as values, were made of
-    du = passes.gate(dv1, h, -2.0)
-    dots = torch.empty(len(h), 6, dtype=e.dtype, device=e.device)
-    dr, dxhat, dstd, scales = passes.slow_second(du @ W2, dv2, within, after, r, share, xhat, rstd, g2, scale, e, dots)
-    dx = passes.inputs_backward(dx, dk1, x1, e, D, dots, keys=not config.first_order)
+    du = passes.gate(dv1, s.h, -2.0)
+    dots = torch.empty(len(s.h), 6, dtype=s.e.dtype, device=s.e.device)
+    dr, dxhat, dstd, scales = passes.slow_second(
+        du @ s.W2, dv2, within, after, s.r, s.share, s.xhat, s.rstd, s.g2, s.scale, s.e, dots
+    )
+    dx = passes.inputs_backward(dx, dk1, s.x1, s.e, D, dots, keys=not config.first_order)
     if not config.first_order:
-        dW2 += du.mT @ g2
+        dW2 += du.mT @ s.g2
         del du, dk1, three, within
-        dfeatures = cross_entropy.score_backward(features, words, c, labels, log_sum, r, None, dr, dwords, dc)
-        three = passes.slow_backward(dxhat, dfeatures, dstd, scales, xhat, rstd, scale)
+        dfeatures = cross_entropy.score_backward(
+            s.features, s.words, s.c, s.labels, s.log_sum, s.r, None, dr, dwords, dc
+        )
+        three = passes.slow_backward(dxhat, dfeatures, dstd, scales, s.xhat, s.rstd, s.scale)
         dy = three[:, :size]
-        more = three.sum(0, dtype=e.dtype).split(size)
+        more = three.sum(0, dtype=s.e.dtype).split(size)
         db2, dscale, dshift = (y + z for y, z in zip((db2, dscale, dshift), more, strict=True))
-        dW2 += a.mT @ dy
-        passes.total(dh, dv1, u, da.addmm_(dy, W2.mT), h)
-    dW1 = x1.mT @ dh
-    dx = dx.addmm_(dh, W1.mT).unflatten(0, (shape.B, -1))[:, :T]
+        dW2 += s.a.mT @ dy
+        passes.total(dh, dv1, s.u, da.addmm_(dy, s.W2.mT), s.h)
+    dW1 = s.x1.mT @ dh
+    dx = dx.addmm_(dh, s.W1.mT).unflatten(0, (shape.B, -1))[:, :T]
     wide = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
     grads = [y.to(d) for y, d in zip(wide, dtypes, strict=True)]
     return *grads, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 7
