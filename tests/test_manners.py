@@ -98,7 +98,6 @@ def test_presets_are_listed_by_a_public_name():
 
 # What a gradient is not called: gk, grad_k, k_grad, d_k. It is dk, of whatever is called k.
 OTHER_NAMES = re.compile(r"^(g[qkvxwmebS]|grad_\w+|d_[a-z]\w*|\w+_grad)$")
-TILES = {"general_gradients.py", "spans.py"}  # where dk is an address, and gk what is stored there
 NOT_OURS = {"requires_grad", "needs_input_grad", "zero_grad", "no_grad", "enable_grad", "set_to_none"}
 
 
@@ -111,8 +110,7 @@ def gradients_called_otherwise(source):
 
 @pytest.mark.parametrize("folder", ["torch", "jax", "keras", "hf", "models"])
 def test_gradients_are_called_dx(folder):
-    files = [p for p in (PACKAGE / folder).rglob("*.py") if p.name not in TILES]
-    found = {p.name: gradients_called_otherwise(p.read_text()) for p in files}
+    found = {p.name: gradients_called_otherwise(p.read_text()) for p in (PACKAGE / folder).rglob("*.py")}
     assert {name: names for name, names in found.items() if names} == {}
 
 

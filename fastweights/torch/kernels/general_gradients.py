@@ -75,17 +75,17 @@ def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.cons
 
     BV value features at a time, which are summed up: the product of a chunk with a memory that no program holds whole.
     """
-    g = tl.zeros([C, BK], tl.float32)
+    found = tl.zeros([C, BK], tl.float32)
     for first in range(0, V, BV):
         M_i = load_block(M, at, first, first_d, V, K, BV, BK)  # [BV, BK]
-        g = product(load_tile(x, token, head, first, left, H, V, C, BV), M_i, g, PRECISION)
-    return g
+        found = product(load_tile(x, token, head, first, left, H, V, C, BV), M_i, found, PRECISION)
+    return found
 
 
 @triton.jit
-def _of_pairs(x, w, log_a, sign, dP, at, gx, gw, total, often, C: tl.constexpr, OWN: tl.constexpr,
+def _of_pairs(x, w, log_a, sign, dP, at, dx, dw, total, often, C: tl.constexpr, OWN: tl.constexpr,
               LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
-    """What pairs of readers x and writers w add to their gradients gx and gw, and to that of log_decay, `total`.
+    """What pairs of readers x and writers w add to their gradients dx and dw, and to that of log_decay, `total`.
 
     dP: the gradient of what readers read of each error.  OWN: readers see their own token's decay.
     """
@@ -100,32 +100,32 @@ def _of_pairs(x, w, log_a, sign, dP, at, gx, gw, total, often, C: tl.constexpr, 
             to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
         reader, written = short(x * to_reader, low, PRECISION), short(w * to_boundary, low, PRECISION)
         of_reader = product(tl.where(meet(step, last, C), tl.load(dP + pair), 0.0).to(low), written, None, PRECISION)
-        gx += of_reader * to_reader
+        dx += of_reader * to_reader
         crossing = of_reader * reader
         P = tl.where(meet(step, last, C, True), tl.load(dP + turned), 0.0).to(low)
         of_writer = product(P, reader, None, PRECISION)
-        gw += of_writer * to_boundary
+        dw += of_writer * to_boundary
         if not OWN:
             total += decay_between(sign, crossing, step, last, C, False, SUMS)
             crossing = tl.zeros_like(crossing)
         crossing += tl.where(last, -of_writer, of_writer) * written
         total += decay_between(sign, crossing, step, last, C, True, SUMS)
-    return gx, gw, total
+    return dx, dw, total
 
 
 @triton.jit
-def _of_keys(k, beta, gw, ge, dbeta, dk, rate, token, head, first_d, left, H: tl.constexpr, K: tl.constexpr,
+def _of_keys(k, beta, dw, dm, dbeta, dk, rate, token, head, first_d, left, H: tl.constexpr, K: tl.constexpr,
              C: tl.constexpr, BK: tl.constexpr, JOINED: tl.constexpr):  # fmt: skip
-    """Write dk and this block's part of dbeta. gw: of the key as it writes;  ge: as it reads, if the two are JOINED."""
+    """Write dk and this block's part of dbeta. dw: of the key as it writes;  dm: as it reads, if the two are JOINED."""
     if beta is not None:
         i = tl.arange(0, C)
         b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
         k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
-        tl.store(dbeta + rate, tl.sum(k_i * gw, 1).to(dbeta.dtype.element_ty), mask=i < left)
-        gw *= b[:, None]
+        tl.store(dbeta + rate, tl.sum(k_i * dw, 1).to(dbeta.dtype.element_ty), mask=i < left)
+        dw *= b[:, None]
     if JOINED:
-        gw += ge
-    store_tile(dk, gw, token, head, first_d, left, H, K, C, BK)
+        dw += dm
+    store_tile(dk, dw, token, head, first_d, left, H, K, C, BK)
 
 
 @triton.jit
@@ -136,30 +136,30 @@ def _by_cuts(q, k, erase, beta, log_a, end, kept, often, sign, S, D, do, e, dv, 
              SUMS: tl.constexpr):  # fmt: skip
     """All gradients of BK channels of a chunk that is cut in two `often` times. kept: sums of S times D."""
     e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
-    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-    gw *= tl.exp(add_up(sign, 2, log_a, C, SUMS))
-    total = add_up(sign, 1, w_i * gw, C, SUMS) + (kept * tl.exp(end))[None, :]
+    dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    dw *= tl.exp(add_up(sign, 2, log_a, C, SUMS))
+    total = add_up(sign, 1, w_i * dw, C, SUMS) + (kept * tl.exp(end))[None, :]
     q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
-    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-    g *= tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS))
-    total += add_up(sign, 2 if BEFORE else 3, q_i * g, C, SUMS)
-    g, gw, total = _of_pairs(
-        q_i, w_i, log_a, sign, dA, at, g, gw, total, often, C, not BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
-    store_tile(dq, g, token, head, first_d, left, H, K, C, BK)
+    dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    dm *= tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS))
+    total += add_up(sign, 2 if BEFORE else 3, q_i * dm, C, SUMS)
+    dm, dw, total = _of_pairs(
+        q_i, w_i, log_a, sign, dA, at, dm, dw, total, often, C, not BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
+    store_tile(dq, dm, token, head, first_d, left, H, K, C, BK)
     if DELTA:
-        g = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-        g *= tl.exp(add_up(sign, 0, log_a, C, SUMS))
-        total += add_up(sign, 3, e_i * g, C, SUMS)
-        g, gw, total = _of_pairs(
-            e_i, w_i, log_a, sign, dM, at, g, gw, total, often, C, True, LIMIT, PRECISION, SUMS)  # fmt: skip
+        dm = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        dm *= tl.exp(add_up(sign, 0, log_a, C, SUMS))
+        total += add_up(sign, 3, e_i * dm, C, SUMS)
+        dm, dw, total = _of_pairs(
+            e_i, w_i, log_a, sign, dM, at, dm, dw, total, often, C, True, LIMIT, PRECISION, SUMS)  # fmt: skip
         if erase is not None:
-            store_tile(derase, g, token, head, first_d, left, H, K, C, BK)
+            store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
     store_tile(dlog_decay, total, token, head, first_d, left, H, K, C, BK)
-    _of_keys(k, beta, gw, g, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
+    _of_keys(k, beta, dw, dm, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
 
 
 @triton.jit
-def _of_plain_pairs(x, w, dP, at, gx, gw, total, C: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+def _of_plain_pairs(x, w, dP, at, dx, dw, total, C: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):
     """The same where one decay per head, or none, is in dP already; total has what is read, and `wrote` what is not."""
     low: tl.constexpr = dP.dtype.element_ty
     i = tl.arange(0, C)
@@ -170,7 +170,7 @@ def _of_plain_pairs(x, w, dP, at, gx, gw, total, C: tl.constexpr, DECAY: tl.cons
     if DECAY:
         total += tl.sum(of_reader * reader, 1)
         wrote = tl.sum(of_writer * written, 1)
-    return gx + of_reader, gw + of_writer, total, wrote
+    return dx + of_reader, dw + of_writer, total, wrote
 
 
 @triton.jit
@@ -207,35 +207,35 @@ def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, 
                  SUMS)  # fmt: skip
         return
     e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
-    gw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
+    dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
     read = tl.zeros([C], tl.float32)
     if DECAY:
         log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, k.dtype.element_ty)
-        gw *= decay(log_end - log_g)[:, None]
-        left_there = tl.sum(w_i * gw, 1)
+        dw *= decay(log_end - log_g)[:, None]
+        left_there = tl.sum(w_i * dw, 1)
         wrote = tl.zeros([C], tl.float32)
     q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
-    g = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
     if DECAY:
-        g *= decay(log_r)[:, None]
-        read = tl.sum(q_i * g, 1)
-    g, gw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, g, gw, read, C, DECAY, PRECISION)
+        dm *= decay(log_r)[:, None]
+        read = tl.sum(q_i * dm, 1)
+    dm, dw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, dm, dw, read, C, DECAY, PRECISION)
     if DECAY:
         wrote += of_writers
-    store_tile(dq, g, token, head, first_d, left, H, K, C, BK)
+    store_tile(dq, dm, token, head, first_d, left, H, K, C, BK)
     reads_of_keys = tl.zeros([C], tl.float32)
     if DELTA:
-        g = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        dm = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
         if DECAY:
-            g *= decay(log_g)[:, None]
-            reads_of_keys = tl.sum(e_i * g, 1)
-        g, gw, reads_of_keys, of_writers = _of_plain_pairs(
-            e_i, w_i, dM, at, g, gw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
+            dm *= decay(log_g)[:, None]
+            reads_of_keys = tl.sum(e_i * dm, 1)
+        dm, dw, reads_of_keys, of_writers = _of_plain_pairs(
+            e_i, w_i, dM, at, dm, dw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
         if DECAY:
             wrote += of_writers
         if erase is not None:
-            store_tile(derase, g, token, head, first_d, left, H, K, C, BK)
-    _of_keys(k, beta, gw, g, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
+            store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
+    _of_keys(k, beta, dw, dm, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
     if DECAY:
         from_here, after = reads_of_keys - wrote, read
         if not BEFORE:

@@ -59,21 +59,21 @@ def _past(do, u, dv, k, beta, S, dq, dk, dbeta, of_sequence, of_span, T, per, to
         seen = i[:, None] < i[None, :] if BEFORE else i[:, None] <= i[None, :]
         A = product(u_i, tl.trans(do_i), None, PRECISION)  # [C, C], a column for each query
         # A query's gradient has its output's gradient where the output had the query: S and u stay what they were.
-        gq = product(S_low, tl.trans(do_i), None, PRECISION)  # [BK, C]
-        gq = product(k_i, tl.where(seen, A, 0.0).to(dtype), gq, PRECISION)
-        store_tile(dq, tl.trans(gq), token, head, column, left, H, K, C, BK, TMA)
+        dq_i = product(S_low, tl.trans(do_i), None, PRECISION)  # [BK, C]
+        dq_i = product(k_i, tl.where(seen, A, 0.0).to(dtype), dq_i, PRECISION)
+        store_tile(dq, tl.trans(dq_i), token, head, column, left, H, K, C, BK, TMA)
         if DELTA:
             # A key reads as a query does, with -dv in the place of do.
             dv_i = load_tile(dv, token, head, 0, left, H, V, C, BV, TMA)
             A = product(u_i, tl.trans(dv_i), None, PRECISION)
-            gk = product(S_low, tl.trans(dv_i), None, PRECISION)
-            gk = product(k_i, tl.where(i[:, None] < i[None, :], A, 0.0).to(dtype), gk, PRECISION)
-            store_tile(dk, tl.trans(gk), token, head, column, left, H, K, C, BK, TMA)
+            dk_i = product(S_low, tl.trans(dv_i), None, PRECISION)
+            dk_i = product(k_i, tl.where(i[:, None] < i[None, :], A, 0.0).to(dtype), dk_i, PRECISION)
+            store_tile(dk, tl.trans(dk_i), token, head, column, left, H, K, C, BK, TMA)
             if BETA:  # u and dv hold the rate as a factor
                 rate, mine = (token + i) * H + head, i < tl.where(column == 0, left, 0)
                 b = divisor(tl.load(beta + rate, mask=mine, other=1.0).to(tl.float32))
-                gb = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1) / b / b
-                tl.store(dbeta + rate, gb.to(dbeta.dtype.element_ty), mask=mine)
+                db = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1) / b / b
+                tl.store(dbeta + rate, db.to(dbeta.dtype.element_ty), mask=mine)
         # The errors of this chunk join the memory of the next.
         S_i = product(k_i, u_i, S_i, PRECISION)
 
@@ -116,18 +116,18 @@ def _future(q, do, u, dv, k, D, dk, of_sequence, of_span, T, per, tokens,
         seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
         A = product(do_i, tl.trans(u_i), None, PRECISION)  # [C, C], a row for each query
         # A key's gradient as a writer: what all later readers ask of its error.
-        gk = product(D_low, tl.trans(u_i), None, PRECISION)  # [BK, C]
-        gk = product(q_i, tl.where(seen, A, 0.0).to(dtype), gk, PRECISION)
+        dk_i = product(D_low, tl.trans(u_i), None, PRECISION)  # [BK, C]
+        dk_i = product(q_i, tl.where(seen, A, 0.0).to(dtype), dk_i, PRECISION)
         # This chunk's readers join those that the chunk before will have after it.
         D_i = product(q_i, do_i, D_i, PRECISION)
         if DELTA:
             dv_i = load_tile(dv, token, head, 0, left, H, V, C, BV, TMA)
             k_i = -tl.trans(load_tile(k, token, head, column, left, H, K, C, BK, TMA))
             A = product(dv_i, tl.trans(u_i), None, PRECISION)
-            gk = product(k_i, tl.where(i[:, None] > i[None, :], A, 0.0).to(dtype), gk, PRECISION)
+            dk_i = product(k_i, tl.where(i[:, None] > i[None, :], A, 0.0).to(dtype), dk_i, PRECISION)
             D_i = product(k_i, dv_i, D_i, PRECISION)
-            gk -= tl.trans(load_tile(dk, token, head, column, left, H, K, C, BK, TMA))
-        store_tile(dk, tl.trans(gk), token, head, column, left, H, K, C, BK, TMA)
+            dk_i -= tl.trans(load_tile(dk, token, head, column, left, H, K, C, BK, TMA))
+        store_tile(dk, tl.trans(dk_i), token, head, column, left, H, K, C, BK, TMA)
 
 
 def past(plan, k, beta, S, do, u, dv, layout, spec, precision):
