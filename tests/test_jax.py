@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -39,9 +40,9 @@ def float64():
 
 @pytest.fixture
 def optimised():
-    """As users compile: conftest.py turns most of it off."""
+    """`jax.jit` as users have it: conftest.py turns most of it off."""
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    yield partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True})
     jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
 
 
@@ -66,7 +67,7 @@ def alone(x, offsets):
 @pytest.mark.parametrize("method", ["recurrent", "chunked"])
 def test_jit_changes_nothing(optimised, rng, method):
     x = small(rng)
-    for got, want in zip(jax.jit(lambda x: call(x, method=method))(x), call(x, method=method), strict=True):
+    for got, want in zip(optimised(lambda x: call(x, method=method))(x), call(x, method=method), strict=True):
         assert_close(np.asarray(got), np.asarray(want), 1e-14)
 
 
@@ -123,7 +124,7 @@ def test_vmap_over_packings(rng):
 def test_one_compiled_function_takes_any_packing(optimised, rng, method):
     x, traces = small(rng, sequences=3), []
 
-    @jax.jit
+    @optimised
     def run(x, offsets):
         traces.append(offsets)
         return call(x, method=method, cu_seqlens=offsets)
@@ -151,7 +152,7 @@ def test_one_document_cannot_poison_another(rng):
 def test_half_precision_is_rounded_only_at_the_ends(optimised, rng, dtype, method):
     x = arrays(rng, T=70)
     x = {n: y.astype(jnp.float32 if n in ("state", "log_decay") else dtype) for n, y in x.items()}
-    o, S = fast_weight(**x, method=method)
+    o, S = optimised(lambda x: fast_weight(**x, method=method))(x)
     want_o, want_S = oracle(**{n: np.asarray(y.astype(jnp.float64)) for n, y in x.items()})
     assert o.dtype == dtype
     assert S.dtype == jnp.float32
@@ -208,7 +209,7 @@ def test_backward_saves_no_memory_per_token(optimised):
     T, K = 1024, 128
     x = {n: jax.ShapeDtypeStruct((1, T, 1, K), jnp.float32) for n in "qkv"}
     loss = lambda x: fast_weight(**x)[0].sum()  # noqa: E731
-    used = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
+    used = optimised(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
     assert used < T * K * K * 4 / 2, f"{used / T / K / 4:.0f} numbers per token and key feature, of {K} in a memory"
 
 
