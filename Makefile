@@ -19,8 +19,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt# the versions that are tested; /dev/null takes the newest there are
 EXTRA ?= torch# of the wheel that `make release` tries
 
-.PHONY: test browser check bench format clean demo docs release fuzz properties layers kill elastic hang soak steps \
-	oldest newest audit
+.PHONY: test suite browser check style types bench format clean demo docs release fuzz properties layers kill elastic \
+	hang soak steps oldest newest audit
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
@@ -28,7 +28,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
-test: check browser
+test: style browser
+	$(MAKE) --jobs 2 types suite
+
+suite: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 browser:  # for the tests of pages; where none can be had they skip, and say so
@@ -36,11 +39,15 @@ browser:  # for the tests of pages; where none can be had they skip, and say so
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then apt-get install -y -qq chromium > /dev/null; fi || \
 	echo "No browser could be installed; tests of pages will be skipped (apt install chromium)."
 
-check: $(VENV)/.installed
+check: style types
+	$(BIN)/python -m pytest -q tests/test_docs.py -k imports
+
+style: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_docs.py -k imports
 
 bench: $(VENV)/.installed
 	$(BIN)/fastweights bench memory

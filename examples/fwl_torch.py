@@ -37,7 +37,7 @@ def documents(n):
     return words
 
 
-def main(steps=80):
+def main(steps=40):
     torch.manual_seed(0)
     model, unseen = Model(), documents(32)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

@@ -141,6 +141,14 @@ class Keras:
     def numpy(self, a):
         return None if a is None else self.keras.ops.convert_to_numpy(a)
 
+    def compiled(self, f):
+        """On JAX, where every operation by itself takes longer to compile than all of them as one."""
+        if self.backend != "jax":
+            return f
+        import jax
+
+        return jax.jit(f)
+
     def run(self, layer, kind, x, state, cotangents, how):
         inputs = [self.array(a) for a in (x, *(state or ()))]
         how = {n: self.array(a) for n, a in how.items()}

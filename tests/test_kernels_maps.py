@@ -69,8 +69,8 @@ def test_outputs_and_gradients(name, norm):
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("rates", [True, False])
 def test_rules_and_reads(rule, read, rates):
-    check(problem("dpfp-2", T=65, rates=rates), "dpfp-2", "sum", rule=rule, read=read)
-    check(problem("silu", d=80, T=65, V=70, rates=rates), "silu", "l2", rule=rule, read=read)
+    check(problem("dpfp-2", B=1, T=65, rates=rates), "dpfp-2", "sum", rule=rule, read=read)
+    check(problem("silu", B=1, d=80, T=65, V=70, rates=rates), "silu", "l2", rule=rule, read=read)
 
 
 @runs

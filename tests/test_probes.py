@@ -111,16 +111,19 @@ def model():
 
 def test_not_a_bit_changes_and_names_are_found(model):
     row = torch.randint(257, (1, 129))
+
+    def losses():
+        """In two calls: products of other sizes may round otherwise."""
+        first = model.score(row[:, :64], row[:, 1:65])
+        return torch.cat([first.loss, model.score(row[:, 64:-1], row[:, 65:], first.state).loss], 1)
+
     with torch.no_grad():
-        plain = model.score(row[:, :-1], row[:, 1:])
+        plain = losses()
         with fw.probe(model, every=16) as p:
-            seen = model.score(row[:, :64], row[:, 1:65])
-            seen = seen._replace(
-                loss=torch.cat([seen.loss, model.score(row[:, 64:-1], row[:, 65:], seen.state).loss], 1)
-            )
-        again = model.score(row[:, :-1], row[:, 1:])
-    assert torch.equal(plain.loss, again.loss)
-    assert torch.equal(plain.loss[:, :64], seen.loss[:, :64])
+            seen = losses()
+        again = losses()
+    assert torch.equal(plain, again)
+    assert torch.equal(plain, seen)
     assert p.names == [*(f"blocks.{i}.mixer.layer" for i in (0, 1, 3)), "fast"]
     assert p["block.0"].beta.shape == p["beta", 0].shape == (1, 128, 2)
     assert p["blocks.3.mixer.layer"].norm.shape == (1, 8, 2)
@@ -128,7 +131,7 @@ def test_not_a_bit_changes_and_names_are_found(model):
     assert np.isfinite(p["block.3"].interference[:, 4]).all(), "the second call knows the keys of the first"
     layer = p["fast"]
     assert layer.gain.shape == layer.loss.shape == (1, 128)
-    assert_close(layer.loss, seen.loss.numpy())
+    assert_close(layer.loss, seen.numpy())
     assert layer.step.shape[1] == len(layer.at) == 3
     assert (layer.step > 0).all()
 
