@@ -73,7 +73,7 @@ def read(
     assert C is not None
     start = _stacked(p)
     stacks = [w + S[:, 0] for w, S in zip(start, learned, strict=True)]
-    if single.serves(config, stacks, tokens, words) and not watching.steps:
+    if single.serves(config, stacks, tokens, words):
         outputs = single.read(
             config, start, stacks, _steps(config, p["steps"]).tolist(), tokens, calls, words, c, score
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl_config import FWLConfig
+from fastweights.torch import watching
 
 MOST = 2**24  # logits of a chunk that are held at once
 SMALL = 2**22  # multiplications of a product that one thread makes sooner than two that must first be woken
@@ -79,11 +80,15 @@ def read(
             if kept != 1.0:
                 for w, t in zip(stacks, start, strict=True):
                     w.lerp_(t, 1.0 - kept)
+            before = [w.clone() for w in stacks] if watching.steps else []
             W1.addmm_(keys[:, part], half, alpha=-1)
             dense2.addmm_(a.mT, dy, alpha=-steps[2])
             bias2.addmv_(dy.mT, ones[: len(dy)], alpha=-steps[3])
             scale.sub_(dscale, alpha=steps[4])
             shift.sub_(dshift, alpha=steps[5])
+            if before:
+                square = [(w - b).square().sum() for w, b in zip(stacks, before, strict=True)]
+                watching.steps[-1].append(torch.stack(square).sum().sqrt()[None])
     return outputs
 
 
