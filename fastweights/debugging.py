@@ -1,7 +1,9 @@
 """`fastweights.debug`: inside it, every call looks at the values of its arrays, and raises where one cannot be."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 from fastweights.core import FastWeightError
 from fastweights.layer_scan import current_layer, watching
@@ -10,7 +12,7 @@ _debugging = ContextVar("fastweights_debug", default=False)
 
 
 @contextmanager
-def debug(model=None):
+def debug(model: Any = None) -> Iterator[None]:
     """Inside this block every `fast_weight` call scans its inputs and raises on values that cannot be right.
 
     NaN or infinity anywhere, a write rate outside [0, 2] and a log decay above 0 are such values; the message says
@@ -38,7 +40,7 @@ def debug(model=None):
         _debugging.reset(token)
 
 
-def debugging():
+def debugging() -> bool:
     """Whether `debug` is on here."""
     return _debugging.get()
 

@@ -18,10 +18,13 @@ that bfloat16 loses nothing but the rounding of its input and output.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastweights.core import FastWeightError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 EPS = 1e-12  # added to the sum of features (sum norm) and to the sum of squares (L2 norm)
 
@@ -222,7 +225,7 @@ def normalise(x, norm, xp, nn, *, positive=False):
     return x
 
 
-def favor_projection(M, d, seed):
+def favor_projection(M: int, d: int, seed: int | Sequence[int]) -> "np.ndarray":
     """Random directions of FAVOR+, for `feature_map(x, "favor-M", projection=...)`.
 
     FAVOR+ estimates the kernel of softmax attention, exp(q . k / sqrt(d)), by the product of features of q and of k

@@ -96,6 +96,35 @@ def test_presets_are_listed_by_a_public_name():
         assert isinstance(fw.FastWeightAttention.preset(name, dim=8, heads=2), fw.FastWeightAttention)
 
 
+def without_types(function):
+    """Arguments of a function, and "return", that no annotation says the type of."""
+    signature = inspect.signature(function)
+    arguments = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    found = [p.name for p in arguments if p.annotation is p.empty]
+    return found + ["return"] * (signature.return_annotation is signature.empty and function.__name__ != "__init__")
+
+
+def public_functions():
+    """Public functions of PyTorch and of the application, and public methods of their classes, by name."""
+    for room in (fastweights, fw, fastweights.lm):
+        for name in getattr(room, "__all__", ["debug"]):
+            x = getattr(room, name)
+            if inspect.isfunction(x):
+                yield name, x
+            for method, f in vars(x).items() if inspect.isclass(x) and x.__module__.startswith("fastweights") else ():
+                f = getattr(f, "__func__", f)
+                public = not method.startswith("_") or method in ("__init__", "__call__")
+                if public and inspect.isfunction(f) and f.__module__.startswith("fastweights"):
+                    yield f"{name}.{method}", f
+
+
+def test_public_functions_say_their_types():
+    found = {name: without_types(f) for name, f in public_functions()}
+    assert {"debug", "fast_weight", "FWLBlock.run", "train"} < set(found)
+    assert {name: missing for name, missing in found.items() if missing} == {}
+    assert without_types(lambda x: x) == ["x", "return"]
+
+
 # What a gradient is not called: gk, grad_k, k_grad, d_k. It is dk, of whatever is called k.
 OTHER_NAMES = re.compile(r"^(g[qkvxwmebS]|grad_\w+|d_[a-z]\w*|\w+_grad)$")
 NOT_OURS = {"requires_grad", "needs_input_grad", "zero_grad", "no_grad", "enable_grad", "set_to_none"}

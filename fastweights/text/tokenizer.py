@@ -55,8 +55,10 @@ class Subwords:
         self.size = self.start + 1
         alphabet = tokenizer.get_vocab()
         if (last := max(alphabet.values(), default=0)) >= max(1, self.start):  # memory is taken by the largest number
-            raise FastWeightError(f"tokenizer: the largest of its {self.start} numbers is {last}; expected 0 to "
-                                  f"{self.start - 1}, since the next one marks the start of a document")  # fmt: skip
+            raise FastWeightError(
+                f"tokenizer: the largest of its {self.start} numbers is {last}; expected 0 to "
+                f"{self.start - 1}, since the next one marks the start of a document"
+            )
         self.latin = all(chr(b) in alphabet for b in range(256))
         self.name = "bpe-" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:12]
 

@@ -137,7 +137,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             else:
                 nn.init.constant_(p, constants.get(name, 0.0))
 
-    def initialize_parameters(self, x, *args, **how):
+    def initialize_parameters(self, x: Tensor, *args: Any, **how: Any) -> None:
         """Make the first layer's weight as wide as x, at the first call (PyTorch's lazy modules call this hook)."""
         if self.has_uninitialized_params():
             with torch.no_grad():
