@@ -5,7 +5,7 @@ import torch
 from interpreter import DEVICE, runs
 
 from fastweights.torch import FWLBlock, cross_entropy, held
-from fastweights.torch.kernels import held as kernels
+from fastweights.torch import held_overlapped as overlapped
 
 
 def compare(monkeypatch, run, numbers, least):
@@ -35,21 +35,24 @@ def test_loss_of_a_fast_weight_layer(monkeypatch, how):
 
 
 @runs
-@pytest.mark.parametrize("how", [{}, dict(decay=0.9, log_steps=True, fast_bias=False)], ids=str)
+@pytest.mark.parametrize("how", [{}, dict(log_steps=True, fast_bias=False)], ids=str)
 def test_chunks_of_a_held_layer(monkeypatch, how):
-    """In float32. A chunk of 70 tokens and 70 inputs are more than one tile; five tokens are left over."""
+    """In float32: seven chunks, of which five tokens are left over, with more inputs and hidden units than one tile."""
     torch.manual_seed(0)
-    x, labels = torch.randn(2, 75, 70, device=DEVICE), torch.randint(90, (2, 75), device=DEVICE)
-    weights = torch.rand(2, 75, device=DEVICE)
-    block = FWLBlock(10, 90, inputs=70, refresh=70, normalizer=4.0, step_size=0.02, **how).to(DEVICE)
+    x, labels = torch.randn(2, 127, 70, device=DEVICE), torch.randint(90, (2, 127), device=DEVICE)
+    weights = torch.rand(2, 127, device=DEVICE)
+    block = FWLBlock(10, 90, inputs=70, hidden=66, refresh=20, normalizer=4.0, step_size=0.02, **how).to(DEVICE)
 
     def run():
         with torch.no_grad():
-            out = block.run(x, labels, weights)
-        return out.loss, out.logits, *out.state
+            first = block.run(x[:, :11], labels[:, :11], weights[:, :11], logits=False, slow=False)
+            out = block.run(x[:, 11:], labels[:, 11:], weights[:, 11:], first.state, logits=False, slow=False)
+        return first.loss, out.loss, *out.state
 
+    monkeypatch.setattr(held, "GROUP", 4)  # one group without a rest and one with it
+    monkeypatch.setattr(overlapped, "serves", lambda *given: False)
     plain, used = run(), []
-    monkeypatch.setattr(held, "_fused", lambda *given: used.append(1) or kernels)
+    monkeypatch.setattr(overlapped, "serves", lambda *given: used.append(1) or True)
     for a, b in zip(run(), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     assert used

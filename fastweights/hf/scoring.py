@@ -34,6 +34,7 @@ from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, tok
 from fastweights.torch.tree import tensor_bytes
 
 ROWS = 8  # windows of a static score at a time
+GRAPH = 512  # tokens of a CUDA graph of the head: more are captured later, and so used less
 CLIP = 1.0  # largest norm of a stride's gradient
 STATISTICS = 24  # windows of training text, for the step of each weight in dynamic evaluation
 EPS = 1e-5  # added to the root mean squared gradient that divides a weight's step
@@ -155,18 +156,25 @@ def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tens
 def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
     """Head and cache where nothing inside the model learns: it reads several windows at once, as in `_static`.
 
-    The labels are known, so that no logits are held; the losses are those of `_attached`.
+    The labels are known, so that no logits are held; the losses are those of `_attached`. The cache, which asks the
+    device how many keys match, scores a group of windows once the model has read the next: nobody waits for the head.
     """
     head = attached(model)
-    cache: Any = head.hooks.cache  # type: ignore[union-attr]
+    cache: Any = head.hooks.cache if parts.get("cache", True) else None  # type: ignore[union-attr]
     output = model.get_output_embeddings()
     weight, bias = output.weight, getattr(output, "bias", None)
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     state = head.init_state(1)
-    learned, cached, losses = (state.dense1, state.dense2), None, []
-    for spans in _groups(row, how):
-        keep = spans[0][2] - spans[0][1]
-        x = body(model, torch.cat([row[:, first:stop] for first, _, stop in spans]))[:, -keep:].flatten(0, 1)[None]
+    learned, cached, losses, behind = (state.dense1, state.dense2), None, [], None
+    for spans in [*_groups(row, how), None]:
+        x: Any = None if spans is None else _features(model, row, spans)
+        if behind is not None:
+            *read, loss = behind
+            if cache is not None:
+                loss, cached = cache.score(*read, loss, cached)
+            losses.append(loss[0])
+        if spans is None:
+            break
         labels = row[:, spans[0][1] + 1 : spans[-1][2] + 1]
         if not parts.get("head", True):
             loss = cross_entropy.loss(x, weight.mT, bias, labels)
@@ -174,22 +182,29 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
             loss = cross_entropy.loss(head.features(x), weight.mT, bias, labels)
         else:
             loss, learned = _score(head, x, labels, weight, bias, learned)
-        if parts.get("cache", True) and cache is not None:
-            loss, cached = cache.score(x, labels, loss, cached)
-        losses.append(loss[0])
+        behind = x, labels, loss
     return torch.cat(losses), tensor_bytes((state if parts.get("head", True) else None, cached))
 
 
-def _score(head, x, labels, weight, bias, learned):
-    """`head.score` of whole texts, on a GPU as a CUDA graph."""
+def _features(model, row, spans):
+    """Features (1, T, D) of the T tokens that windows of equal lengths answer, one window after the other."""
+    keep = spans[0][2] - spans[0][1]
+    return body(model, torch.cat([row[:, first:stop] for first, _, stop in spans]))[:, -keep:].flatten(0, 1)[None]
 
-    def read(x, labels, S1, S2):
+
+def _score(head, x, labels, weight, bias, learned):
+    """`head.score` of whole texts, on a GPU as CUDA graphs of GRAPH tokens."""
+
+    def read(x, labels, S1, S2, bias):
         losses, after = head.score(x, labels, weight, bias, (S1, S2), torch.ones_like(labels, dtype=torch.bool))
         return losses, *after
 
-    places = tuple(p.data_ptr() for p in (*head.parameters(), weight, bias))
-    loss, *learned = graphs.call(("residual", head.settings, places), read, (x, labels, *learned))
-    return loss, tuple(learned)
+    places, losses = tuple(p.data_ptr() for p in (*head.parameters(), weight)), []
+    length = GRAPH - GRAPH % head.settings.refresh or head.settings.refresh
+    for part in zip(x.split(length, 1), labels.split(length, 1), strict=True):
+        loss, *learned = graphs.call(("residual", head.settings, places), read, (*part, *learned, bias))
+        losses.append(loss)
+    return torch.cat(losses, 1), tuple(learned)
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | st
     with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
         own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
         random = torch.cuda.get_rng_state()  # as if nothing had been drawn here
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(priority=-1)  # before what f may run beside it on another stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             f(*own)  # compiles kernels and makes the libraries' workspaces

@@ -15,12 +15,12 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, watching
+from fastweights.torch import held_overlapped as overlapped
 from fastweights.torch import held_single as single
 from fastweights.torch.dtypes import wide
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
-LOGITS = 2**26  # the same for the kernels of a chunk
 
 
 class Weights(NamedTuple):
@@ -55,7 +55,8 @@ def read(
     c: Tensor,
     *,
     score: bool,
-) -> tuple[list[tuple[Tensor, Tensor | None]], Sequence[Tensor]]:
+    features: bool = True,
+) -> tuple[list[tuple[Tensor | None, Tensor | None]], Sequence[Tensor]]:
     """The features and losses of each call, and what each row has learned before its last chunk.
 
     learned: the first three of a RefreshState;  tokens: x (N, L, D), labels and shares (N, L);  words (V, size) and
@@ -67,6 +68,7 @@ def read(
         calls: chunks in order: rows a to b, tokens c to d, and whether the chunk is full (`close`), in which case it is
             learned from.
         score: whether the tokens of a chunk that is not full get losses too.
+        features: False where losses alone are wanted, and every call has all rows; one output may then stand for all.
     """
     x, labels, shares = tokens
     C = config.refresh
@@ -74,52 +76,41 @@ def read(
     start = _stacked(p)
     stacks = [w + S[:, 0] for w, S in zip(start, learned, strict=True)]
     if single.serves(config, stacks, tokens, words):
-        outputs = single.read(
-            config, start, stacks, _steps(config, p["steps"]).tolist(), tokens, calls, words, c, score
-        )
-        return outputs, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
-    trained, weights = Weights.of(start), Weights.of(stacks)
-    outputs = []
+        steps = _steps(config, p["steps"])
+        found = single.read(config, start, stacks, steps.tolist(), tokens, calls, words, c, score)
+        return found, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
+    outputs: list[tuple[Tensor | None, Tensor | None]] = []
+    loss: Tensor | None
     with torch.autocast(x.device.type, enabled=False):
-        fused = _fused(config, x, weights.dense1, words)
-        if fused:  # whose kernels want each tensor by itself
-            weights = Weights(*(w.contiguous() for w in weights))
-        x = x.to(words.dtype)
-        x, shares = (x.contiguous(), shares.float().contiguous()) if fused else (x, shares.to(words.dtype)[..., None])
-        wide = _steps(config, p["steps"])
-        steps = wide.to(words.dtype)
+        if not features and not watching.steps and overlapped.serves(config, stacks, x, words):
+            closed = sum(call.close for call in calls)
+            loss = overlapped.read(config, stacks, _steps(config, p["steps"]).float(), tokens, closed, words, c)
+            return [(None, loss)], tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
+        trained, weights = Weights.of(start), Weights.of(stacks)
+        x, shares = x.to(words.dtype), shares.to(words.dtype)[..., None]
+        steps = _steps(config, p["steps"]).to(words.dtype)
         keys = x * (2.0 * steps[0])
         twice = torch.stack([steps[0], 2.0 * steps[1], *steps[2:]])  # the slope of the squared ReLU is in the step
         sums = twice[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
         low = weights
         if weights.dense1.dtype != words.dtype:  # a copy to compute with
-            low = Weights(*(w.to(words.dtype) if fused else torch.empty_like(w, dtype=words.dtype) for w in weights))
+            low = Weights(*(torch.empty_like(w, dtype=words.dtype) for w in weights))
         # One chunk of every sequence that has one: answer, score, and where the chunk is full take the step.
         for call in calls:
             part = slice(call.a, call.b), slice(call.c, call.d)
             W, now = weights.rows(call.a, call.b), low.rows(call.a, call.b)
-            if fused:
-                r, a, xhat, rstd, n = fused.forward(now, x[part], config.eps)
-            else:
-                if now.dense1.dtype != W.dense1.dtype:
-                    torch._foreach_copy_(list(now), list(W))
-                r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
+            if now.dense1.dtype != W.dense1.dtype:
+                torch._foreach_copy_(list(now), list(W))
+            r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
             loss = None
             if call.close:
-                at_once = fused and labels[part].numel() * len(words) <= LOGITS
-                loss, dn = fused.score(n, words, c, labels[part]) if at_once else _score(n, words, c, labels[part])
-                if fused:
-                    dy, half = fused.backward(now, xhat, rstd, dn, shares[part])
-                else:
-                    gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
+                loss, dn = _score(n, words, c, labels[part])
+                gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
                 if config.decay is not None:
                     for w, t in zip(W, trained, strict=True):
                         w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**C)
                 before = [w.clone() for w in W] if watching.steps else []
-                if fused:
-                    fused.learn(W, now, x[part], r, a, xhat, half, dy, dn, wide)
-                else:
-                    _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
+                _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
                 if before:
                     square = [(w - b).square().flatten(1).sum(1) for w, b in zip(W, before, strict=True)]
                     watching.steps[-1].append(torch.stack(square).sum(0).sqrt())
@@ -127,8 +118,6 @@ def read(
                 loss, _ = _score(n, words, c, labels[part], gradient=False)
             outputs.append((n, loss))
     # What was learned is what the weights have become less what they were.
-    if fused:
-        stacks = [torch.cat(weights[i : i + 2], 1 if i < 4 else 2) for i in (0, 2, 4)]
     return outputs, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
 
 
@@ -193,7 +182,8 @@ def losses(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """`read` where every call has all rows: losses (N, L) of all tokens that are read, and what has been learned.
 
-    On a GPU up to GROUP closed chunks at a time are one CUDA graph, which reads the trained weights where they are.
+    On a GPU up to GROUP closed chunks at a time, with what follows the last one, are one CUDA graph, which reads the
+    trained weights where they are. Tokens are filled up to whole chunks there: texts of many lengths share few graphs.
     read: another function of the same arguments and results, for another way to read a chunk.
 
     Args:
@@ -204,33 +194,25 @@ def losses(
     assert C is not None
     closed = [call for call in calls if call.close]
     weights = tuple(p[name].data_ptr() for name in (*Weights._fields, "steps"))
-    for at in range(0, len(closed), GROUP):
-        some = closed[at : at + GROUP]
-        here = [call._replace(c=i * C, d=(i + 1) * C) for i, call in enumerate(some)]
-        part = [y[:, some[0].c : some[-1].d] for y in tokens]
+    groups = [closed[at : at + GROUP] for at in range(0, len(closed), GROUP)] or [[]]
+    groups[-1].extend(calls[len(closed) :])
+    for some in groups:
+        first, count = some[0].c, some[-1].d - some[0].c
+        here = [call._replace(c=call.c - first, d=call.d - first) for call in some]
+        part = [y[:, first : first + count] for y in tokens]
+        if words.is_cuda:
+            part = overlapped.filled(part, C)
+            here[-1] = here[-1]._replace(d=part[0].shape[1])
 
         def group(*given: Tensor, here: Any = here) -> tuple[Tensor, ...]:
-            outputs, after = read(config, p, given[:3], given[3:6], here, *given[6:], score=True)
+            outputs, after = read(config, p, given[:3], given[3:6], here, *given[6:], score=True, features=False)
             return torch.cat([loss for _, loss in outputs if loss is not None], 1), *after
 
-        key = "chunks", config, weights, len(here), torch.is_autocast_enabled(words.device.type)
+        key = "chunks", config, weights, tuple(here), torch.is_autocast_enabled(words.device.type)
         given = (*learned, *part, words, c)
         loss, *learned = group(*given) if watching.steps else graphs.call(key, group, given)
-        parts.append(loss)
-    rest, learned = read(config, p, learned, tokens, calls[len(closed) :], words, c, score=True)
-    parts += [loss for _, loss in rest if loss is not None]
-    return torch.cat(parts, 1), learned
-
-
-def _fused(config, x, weights, words):
-    """The kernels of a chunk, or None: they are for 16-bit products on a GPU, without a clip."""
-    if config.clip is not None or weights.dtype != torch.float32 or words.dtype.itemsize != 2:
-        return None
-    if not cross_entropy.on_gpu(x):
-        return None
-    from fastweights.torch.kernels import held as kernels
-
-    return kernels
+        parts.append(loss[:, :count])
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0], learned
 
 
 def _forward(config, W, x):

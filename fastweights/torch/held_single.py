@@ -36,7 +36,7 @@ def read(
     words: Tensor,
     c: Tensor,
     score: bool,
-) -> list[tuple[Tensor, Tensor | None]]:
+) -> list[tuple[Tensor | None, Tensor | None]]:
     """The features and losses of each call; the weights in `stacks` learn in place.
 
     Args:
@@ -56,7 +56,7 @@ def read(
     even = bool((shares == 1).all())
     kept = 1.0 if config.decay is None else config.decay ** (config.refresh or 1)
     forward, backward = torch.native_layer_norm, torch.ops.aten.native_layer_norm_backward
-    outputs: list[tuple[Tensor, Tensor | None]] = []
+    outputs: list[tuple[Tensor | None, Tensor | None]] = []
     largest = (config.refresh or 1) * max(dense1.numel(), dense2.numel(), words.numel())
     with _one_thread(largest <= SMALL):
         for call in calls:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastweights import fwl, refresh
 from fastweights.framework import Ops
@@ -20,6 +21,8 @@ from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, held
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.tracing import is_watched
+
+_known: Any = WeakIdKeyDictionary()  # by tensor: its version and its numbers
 
 Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
 
@@ -164,7 +167,7 @@ def read(
     """The features (B, T, size) and losses (B, T) of the fast pass, those asked for, and the state after it."""
     B, T = labels.shape
     share = (weights / fwl.normalization(config, ops, weights, cu_seqlens)).to(state.shares.dtype)
-    waiting = [0] * len(state.waiting) if fresh else state.waiting.tolist()
+    waiting = [0] * len(state.waiting) if fresh else _counts(state.waiting)
     new = [T] * B if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens.tolist())]
     assert config.refresh is not None
     layout = plan(waiting, new, config.refresh, held=config.within == "held")
@@ -232,7 +235,7 @@ def _ordered(learned, layout):
     return tuple(S[at] for S in learned)
 
 
-def _chunks(ops, config, p, learned, tokens, calls, words, c, *, score):
+def _chunks(ops, config, p, learned, tokens, calls, words, c, *, score, features=True):
     """`_loop` with the arguments of `held.read`; a CUDA graph may capture it, so that nothing is kept of casts."""
     device = words.device.type
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False)
@@ -266,6 +269,14 @@ def _gathered(parts, layout, B, T):
     return y[:, y.shape[1] - new :].reshape(B, T, *y.shape[2:])
 
 
+def _counts(waiting: Tensor) -> list[int]:
+    """The numbers in `waiting`; those that were written here are known without waiting for the device."""
+    version, counts = _known.get(waiting, (None, []))
+    if version is not None and not waiting.is_inference() and version == waiting._version:
+        return counts
+    return waiting.tolist()
+
+
 def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
     """The state once the layout was read: what was learned, and the tokens of each sequence's unfinished chunk."""
     C = config.refresh
@@ -276,6 +287,8 @@ def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
         rest = [y[:, begin:] for y in tokens]
         rest = [torch.cat([y, y.new_zeros(len(y), C - y.shape[1], *y.shape[2:])], 1) for y in rest]
         count = torch.full_like(state.waiting, length - begin)
+        if not count.is_inference():
+            _known[count] = count._version, [length - begin] * len(count)
     else:
         at = torch.from_numpy(np.argsort(layout.order)).to(state.waiting.device)  # from rows back to sequences
         rest = [_pick(y, h, layout.rest)[at] for y, h in zip(new, waits, strict=True)]
