@@ -29,6 +29,7 @@ def main():
     parser.add_argument("--calls", type=int, default=1, help="calls in a row before the device is waited for")
     parser.add_argument("--vocab", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)
+    parser.add_argument("--no-training", action="store_true", help="leave the training steps out")
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of ways to time; all when absent")
     given = parser.parse_args()
     gpu = given.device == "cuda"
@@ -85,7 +86,8 @@ def main():
     held = [known for known in graphs._known.values() if known is not None]
     print(f"graphs kept: {sum(not isinstance(k, str) for k in held)} of at most {most}; refused: "
           f"{[k for k in held if isinstance(k, str)]}")  # fmt: skip
-    training(given, base.to(given.device).train(), row, autocast, gpu)
+    if not given.no_training:
+        training(given, base.to(given.device).train(), row, autocast, gpu)
 
 
 def training(given, model, row, autocast, gpu):
