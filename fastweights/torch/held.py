@@ -192,6 +192,8 @@ def losses(
     """
     C, parts = config.refresh, []
     assert C is not None
+    if not calls:
+        return tokens[2][:, :0], learned
     closed = [call for call in calls if call.close]
     weights = tuple(p[name].data_ptr() for name in (*Weights._fields, "steps"))
     groups = [closed[at : at + GROUP] for at in range(0, len(closed), GROUP)] or [[]]
