@@ -12,6 +12,7 @@ from torch import nn
 from fastweights import FastWeightError
 from fastweights.refresh import RefreshState
 from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, held, held_single, make_labels
+from fastweights.torch import refresh as refreshing
 
 WITHIN = ["held", "cumulative"]
 OPTIONS = [dict(), dict(decay=0.9), dict(clip=0.05), dict(fast_bias=False, shared_norm_step=True)]
@@ -245,6 +246,16 @@ def test_losses_alone_are_read_in_groups_of_chunks(monkeypatch):
     assert none.loss.shape == (2, 0)
     for name, a, b in zip(RefreshState._fields, got.state, want.state, strict=True):
         assert_close(numpy(a), numpy(b), name=name)
+
+
+def test_how_many_tokens_wait_is_known_without_asking_the_device():
+    block = make(normalizer=3.0, refresh=3)
+    waiting = block.run(*problem(2, 8)).state.waiting
+    known = refreshing._counts(waiting)
+    assert known == [2, 2]
+    assert refreshing._counts(waiting) is known
+    waiting.fill_(1)  # somebody else's hand
+    assert refreshing._counts(waiting) == refreshing._counts(waiting.clone()) == [1, 1]
 
 
 def test_why_a_call_is_no_cuda_graph():
