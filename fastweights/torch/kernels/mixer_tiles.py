@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels.features import activate, normalised_slope, scale, slope
-from fastweights.torch.kernels.packed_convolution import look_back
+from fastweights.torch.kernels.packed_convolution import convolved
 
 
 @triton.jit
@@ -37,18 +37,13 @@ def _convolved(p, weight, before, place, b, t, c, real, T, stride, batch_stride,
     inside = (t < T)[:, None] & real[None, :]
     if W == 0:
         return tl.load(p + b * batch_stride + t[:, None] * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    elif place is not None:
+        return convolved(p, weight, before, place, t, c, real, T, stride, W, N)
     else:
         total = tl.zeros(inside.shape, tl.float32)
-        if place is not None:
-            at = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
-            n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
         for j in tl.static_range(W):
             w = tl.load(weight + j * N + c, mask=real, other=0.0).to(tl.float32)
-            if place is None:
-                seen = _history(p, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
-            else:
-                seen = look_back(p, before, t, W - 1 - j, at, n, c, inside, stride, W, N)
-            total += w[None, :] * seen
+            total += w[None, :] * _history(p, before, b, t - (W - 1) + j, c, inside, T, stride, batch_stride, W, N)
         return total
 
 

@@ -21,27 +21,41 @@ from fastweights.torch.tracing import is_watched
 __all__ = ["convolve", "takes"]
 
 BT, BC = 32, 128  # tokens and channels per program
+BACKWARD = 16, 8, 128, 4  # of the backward pass: tokens of a tile, tiles, channels, warps
 _plans: dict[tuple, Plan] = {}
 
 
 @triton.jit
-def look_back(x, before, t, back, p, n, c, inside, stride, W: tl.constexpr, N: tl.constexpr):
-    """What stood `back` tokens before tokens t, at positions p of sequences n: [BT, BC].
+def convolved(x, weight, before, place, t, c, real, T, stride, W: tl.constexpr, N: tl.constexpr):
+    """sum_j weight[j] x[t - (W - 1) + j] for tokens t and channels c: [BT, BC], in float32.
 
     Each token's own sequence decides: a tap that reaches back beyond its first token reads `before` instead of the
-    neighbour's tokens in the row.
+    neighbour's tokens in the row. Few programs meet the start of a sequence, so all others are spared the question.
 
-        p, n        position of each token in its sequence, and the sequence's number
-        stride      between two tokens of x, which may be a slice of a wider projection
+        x           tokens with this stride, which may be a slice of a wider projection
+        weight      (W, N);  before (sequences, W - 1, N) or None
+        place       (T, 2): position in its sequence, and the sequence, of every token
+        real        [BC]: which channels there are
     """
-    here = inside & (p >= back)[:, None]
-    value = tl.load(x + (t - back)[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
+    p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
+    inside = (t < T)[:, None] & real[None, :]
+    total = tl.zeros(inside.shape, tl.float32)
+    for j in tl.static_range(W):
+        back = W - 1 - j
+        w = tl.load(weight + j * N + c, mask=real, other=0.0).to(tl.float32)
+        here = inside & (p >= back)[:, None]
+        new = tl.load(x + (t - back)[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
+        total += w[None, :] * new
     if before is not None:  # noqa: SIM102 - this is known when compiling, the other is not
-        if tl.min(p, 0) < back:  # few programs meet the start of a sequence
-            old = inside & (p < back)[:, None]
-            at = (n * (W - 1) + (W - 1) + p - back)[:, None] * N + c[None, :]
-            value += tl.load(before + at, mask=old, other=0.0).to(tl.float32)
-    return value
+        if tl.min(p, 0) < W - 1:
+            n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+            for j in tl.static_range(W - 1):
+                back = W - 1 - j
+                w = tl.load(weight + j * N + c, mask=real, other=0.0).to(tl.float32)
+                at = (n * (W - 1) + (W - 1) + p - back)[:, None] * N + c[None, :]
+                old = inside & (p < back)[:, None]
+                total += w[None, :] * tl.load(before + at, mask=old, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -59,13 +73,8 @@ def _tokens(x, weight, before, place, y, T, units, W: tl.constexpr, N: tl.conste
     """
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    p = tl.load(place + 2 * t, mask=t < T, other=0).to(tl.int64)
-    n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+    total = convolved(x, weight, before, place, t, c, c < N, T, units * UNIT, W, N)
     inside = (t < T)[:, None] & (c < N)[None, :]
-    total = tl.zeros([BT, BC], tl.float32)
-    for j in tl.static_range(W):
-        w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
-        total += w[None, :] * look_back(x, before, t, W - 1 - j, p, n, c, inside, units * UNIT, W, N)
     tl.store(y + t[:, None] * N + c[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -96,8 +105,18 @@ def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.c
 
 
 @triton.jit
+def _tap(dy, weight, t, left, c, inside, had, total, added, j: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """What tap j gives to dx, added to `total`, and to its own gradient, added to `added`: [BT, BC] each."""
+    back: tl.constexpr = W - 1 - j
+    w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
+    seen = inside & (left >= back)[:, None]
+    up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
+    return total + w[None, :] * up, added + up * had
+
+
+@triton.jit
 def _tokens_backward(dy, dlast, x, weight, place, cu, dx, dweight, T, units, dx_units, W: tl.constexpr,
-                     N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
+                     N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
                      DX_UNIT: tl.constexpr):  # fmt: skip
     """Gradients of x, and of the weight as sums over this program's tokens.
 
@@ -106,32 +125,49 @@ def _tokens_backward(dy, dlast, x, weight, place, cu, dx, dweight, T, units, dx_
     tiles of dy give the weight's gradient, sum_t dy[t + back] x[t], but for tokens before a sequence's first. Gathering
     from the readers needs no atomic operations, so the result does not depend on the order of programs.
 
-    One program: the tile of `_tokens`.
+    One program: STEPS tiles of BT tokens and BC channels, one after the other. Of up to four taps it adds up products
+    over all tiles before it sums over tokens, since a sum makes its threads wait for each other.
 
         dy          (T, N);  dlast (sequences, W - 1, N) or None
         dx          (T, N) with dx_units times DX_UNIT numbers from token to token, written
-        dweight     (blocks of tokens, W, N), written: summed over blocks afterwards
+        dweight     (blocks of STEPS * BT tokens, W, N), written: summed over blocks afterwards
     """
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
-    inside = (t < T)[:, None] & (c < N)[None, :]
-    left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
-    had = tl.load(x + t[:, None] * (units * UNIT) + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([BT, BC], tl.float32)
     part = tl.program_id(0).to(tl.int64) * W  # the sums of this block of tokens
-    for j in tl.static_range(W):
-        back = W - 1 - j
-        w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
-        seen = inside & (left >= back)[:, None]
-        up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
-        total += w[None, :] * up
-        tl.store(dweight + (part + j) * N + c, tl.sum(up * had, 0), mask=c < N)
-    if dlast is not None:  # noqa: SIM102 - this is known when compiling, the other is not
-        if tl.min(left, 0) < W - 1:  # few programs meet the end of a sequence
-            at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
-            total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
-    tl.store(dx + t[:, None] * (dx_units * DX_UNIT) + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
+    zero = tl.zeros([BT, BC], tl.float32)
+    first, second, third, fourth = zero, zero, zero, zero
+    for step in range(STEPS):
+        t = (tl.program_id(0).to(tl.int64) * STEPS + step) * BT + tl.arange(0, BT)
+        n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+        inside = (t < T)[:, None] & (c < N)[None, :]
+        left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
+        had = tl.load(x + t[:, None] * (units * UNIT) + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total = zero
+        if W <= 4:
+            total, first = _tap(dy, weight, t, left, c, inside, had, total, first, 0, W, N)
+            if W > 1:
+                total, second = _tap(dy, weight, t, left, c, inside, had, total, second, 1, W, N)
+            if W > 2:
+                total, third = _tap(dy, weight, t, left, c, inside, had, total, third, 2, W, N)
+            if W > 3:
+                total, fourth = _tap(dy, weight, t, left, c, inside, had, total, fourth, 3, W, N)
+        else:  # STEPS is 1
+            for j in tl.static_range(W):
+                total, added = _tap(dy, weight, t, left, c, inside, had, total, zero, j, W, N)
+                tl.store(dweight + (part + j) * N + c, tl.sum(added, 0), mask=c < N)
+        if dlast is not None:  # noqa: SIM102 - this is known when compiling, the other is not
+            if tl.min(left, 0) < W - 1:  # few programs meet the end of a sequence
+                at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
+                total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
+        tl.store(dx + t[:, None] * (dx_units * DX_UNIT) + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
+    if W <= 4:
+        tl.store(dweight + part * N + c, tl.sum(first, 0), mask=c < N)
+        if W > 1:
+            tl.store(dweight + (part + 1) * N + c, tl.sum(second, 0), mask=c < N)
+        if W > 2:
+            tl.store(dweight + (part + 2) * N + c, tl.sum(third, 0), mask=c < N)
+        if W > 3:
+            tl.store(dweight + (part + 3) * N + c, tl.sum(fourth, 0), mask=c < N)
 
 
 @triton.jit
@@ -237,17 +273,18 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
                   cu: Slot, dx: Slot) -> tuple[Slot | None, Slot]:  # fmt: skip
     """Slots of the gradients of before and weight; that of x goes to the first columns of dx (1, T, columns)."""
     (_, T, N), W = dy.shape, weight.shape[0]
-    blocks, columns = max(1, -(-T // BT)), -(-N // BC)
+    tokens, steps, channels, warps = BACKWARD if W <= 4 else (BT, 1, BC, 4)
+    blocks, columns = max(1, -(-T // (tokens * steps))), -(-N // channels)
     # Each block of tokens, and each sequence for what stood before it, has its own sum of the weight's gradient; they
     # are added up afterwards, in order.
     starts = 0 if before is None else before.shape[0]
     parts, dweight = plan.empty((blocks + starts, W, N), torch.float32), plan.empty((W, N), weight.dtype)
     plan.launch(_tokens_backward, (blocks, columns), (dy, dlast, x, weight, place, cu, dx, parts),
                 (T, x.strides[1] // unit(x.strides[1]), dx.shape[-1] // unit(dx.shape[-1])),
-                (W, N, BT, BC, unit(x.strides[1]), unit(dx.shape[-1])), num_warps=4)  # fmt: skip
+                (W, N, tokens, channels, steps, unit(x.strides[1]), unit(dx.shape[-1])), num_warps=warps)  # fmt: skip
     dbefore = None if before is None else plan.empty(before.shape, before.dtype)
     if before is not None:
-        plan.launch(_starts_backward, (starts, columns), (dy, dlast, weight, before, cu, dbefore, parts), (blocks,),
+        plan.launch(_starts_backward, (starts, -(-N // BC)), (dy, dlast, weight, before, cu, dbefore, parts), (blocks,),
                     (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
     sum_rows(plan, parts, dweight)
     return dbefore, dweight
