@@ -125,6 +125,20 @@ def test_compiled(name, packed):
 
 
 @runs
+@pytest.mark.parametrize("name", ["delta network", "gated deltanet"])
+def test_tables_of_fixed_shapes_need_no_look_at_the_offsets(name, monkeypatch):
+    """As a CUDA graph is given them: rows beyond the last, which hold no token, change nothing."""
+    config = AttentionConfig(16, 2, **LAYERS[name])
+    given = problem(config, 110, state=True, packed=PACKED)
+    want = results(plain, config, given, torch.float64)
+    monkeypatch.setattr(packing.Sequences, "of", None)
+    with packing.fixed_shapes():
+        got = results(fused, config, given._replace(cu_seqlens=given.cu_seqlens.clone()), torch.float32)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@runs
 def test_operators_pass_torchs_own_check():
     config = AttentionConfig(16, 2, **LAYERS["gated deltanet"])
     given = problem(config, 5, state=True)
