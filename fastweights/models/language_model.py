@@ -21,6 +21,7 @@ from fastweights.models.mixers import Documents, mixer
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_train
 from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.hand_gradients import HAS_TRITON
 from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
@@ -76,6 +77,10 @@ class FeedForward(nn.Module):
         x = self.into(x)
         if not self.gated:
             return self.out(F.relu(x))
+        if torch.compiler.is_compiling() and x.is_cuda and HAS_TRITON and torch.is_grad_enabled():
+            from fastweights.torch.kernels import swiglu
+
+            return swiglu.projected(x, self.out.weight)
         gate, x = x.chunk(2, -1)
         return self.out(F.silu(gate) * x)
 

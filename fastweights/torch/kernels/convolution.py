@@ -178,23 +178,33 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
 
 @triton.jit
 def _sum_rows(parts, total, rows, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """total (N,): the sum over the rows of parts (rows, N)."""
+    """total (groups, N): the sums over the rows of parts (groups * rows, N), a program of each group BN columns."""
+    group = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     i = tl.arange(0, BR)
     sums = tl.zeros([BR, BN], tl.float32)
     for first in range(0, rows, BR):
         some = (first + i < rows)[:, None] & (c < N)[None, :]
-        sums += tl.load(parts + (first + i).to(tl.int64)[:, None] * N + c[None, :], mask=some, other=0.0)
-    tl.store(total + c, tl.sum(sums, 0).to(total.dtype.element_ty), mask=c < N)
+        sums += tl.load(parts + (group * rows + first + i)[:, None] * N + c[None, :], mask=some, other=0.0)
+    tl.store(total + group * N + c, tl.sum(sums, 0).to(total.dtype.element_ty), mask=c < N)
 
 
 def sum_rows(plan: Plan, parts: Slot, total: Slot) -> None:
-    """total = the sum of parts over all axes but as many of the last as total has numbers."""
+    """total = the sum of parts over all axes but as many of the last as total has numbers.
+
+    Few columns are few programs: of many rows, groups are summed first, and then their sums.
+    """
     N = total.numel()
-    rows, columns, warps = (32, 32, 4) if N > 1024 else (256, 16, 8)  # few columns: few programs, each of many rows
-    if N:
-        plan.launch(_sum_rows, (-(-N // columns),), (parts, total), (parts.numel() // N,), (N, rows, columns),
-                    num_warps=warps)  # fmt: skip
+    if not N:
+        return
+    rows = parts.numel() // N
+    BR, BN, warps = (32, 32, 4) if N > 1024 else (64, 16, 4)
+    groups = rows // 256 if N <= 1024 and rows > 1024 and rows % (rows // 256) == 0 else 1
+    if groups > 1:
+        sums = plan.empty((groups, N), torch.float32)
+        plan.launch(_sum_rows, (-(-N // BN), groups), (parts, sums), (rows // groups,), (N, BR, BN), num_warps=warps)
+        parts, rows = sums, groups
+    plan.launch(_sum_rows, (-(-N // BN), 1), (parts, total), (rows,), (N, BR, BN), num_warps=warps)
 
 
 def backward(dy, dlast, x, weight, before):

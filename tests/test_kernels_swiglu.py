@@ -1,0 +1,29 @@
+"""The gradient of a gated feed-forward layer in one pass, against float64; interpreted where there is no GPU."""
+
+import pytest
+import torch
+from interpreter import DEVICE, poison, runs  # noqa: F401 - a fixture
+from torch.nn import functional as F
+
+from fastweights.torch.kernels import swiglu
+
+
+def plain(h, weight):
+    a, b = h.chunk(2, -1)
+    return F.linear(F.silu(a) * b, weight)
+
+
+@runs
+@pytest.mark.parametrize("width", [16, 24])
+def test_outputs_and_gradients(width):
+    torch.manual_seed(0)
+    given = torch.randn(2, 3, 2 * width, device=DEVICE), torch.randn(8, width, device=DEVICE)
+    found = []
+    compiled = torch.compile(swiglu.projected, fullgraph=True, backend="aot_eager")
+    for run, dtype in ((plain, torch.float64), (plain, torch.float32), (compiled, torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        y = run(*leaves)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    for want, usual, got in zip(*found, strict=True):
+        rounding = (usual.double() - want).abs().max()
+        assert (got.double() - want).abs().max() <= 2 * rounding + 1e-6 * want.abs().max()
