@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
+from fastweights.torch.tree import map_tensors
 
 
 class How(NamedTuple):
@@ -70,5 +71,9 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
 
 
 def _run(block: Any, x: Tensor, state: Any, documents: Any) -> tuple[Tensor, Any]:
-    """One block on x (B, T, D): what torch.compile sees."""
-    return block(x, state, documents)
+    """One block on x (B, T, D): what torch.compile sees.
+
+    Training carries states without gradients. Said here, it spares the compiled backward pass gradients of zeros.
+    """
+    y, state = block(x, state, documents)
+    return y, map_tensors(Tensor.detach, state)
