@@ -53,13 +53,14 @@ def _of_kernels() -> dict[str, str]:
         wide_keys,
     )
     found: dict[str, str] = {}
-    for part, modules in {MEMORY: memory, CONV: (convolution, packed_convolution, features)}.items():
+    # Names that both have are the memory's: a layer's features are mapped by `prepare`.
+    for part, modules in {CONV: (convolution, packed_convolution, features), MEMORY: memory}.items():
         for module in modules:
             own = [x for x in vars(module).values() if isinstance(x, triton.runtime.KernelInterface)]
             found |= {x.__name__: part for x in own if x.__module__ == module.__name__}
     prepare, finish = ("prepare", "prepare_backward"), ("finish", "finish_backward")
     assert all(hasattr(mixer_tiles, name) for name in (*prepare, *finish))
-    return found | dict.fromkeys(prepare, CONV) | dict.fromkeys(finish, NORMS)
+    return found | dict.fromkeys(prepare, CONV) | dict.fromkeys(finish, NORMS) | {"_swiglu_gradient": FF}
 
 
 def _named(part: str, call: Callable[..., Any]) -> Callable[..., Any]:

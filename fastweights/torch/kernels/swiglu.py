@@ -16,7 +16,7 @@ BLOCK = 1024  # numbers per program
 
 
 @triton.jit
-def _gradient(h, dy, dh, y, width, BLOCK: tl.constexpr):
+def _swiglu_gradient(h, dy, dh, y, width, BLOCK: tl.constexpr):
     """dh = (dy b silu'(a), dy silu(a)) and y = silu(a) b, for BLOCK numbers of one token's h = (a, b).
 
     h, dh       (tokens, 2 width);  dy, y (tokens, width)
@@ -40,7 +40,7 @@ def swiglu_backward(h: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     width = dy.shape[-1]
     dh, y = torch.empty_like(h), torch.empty_like(dy)
     if y.numel():
-        _gradient[(y.numel() // width, triton.cdiv(width, BLOCK))](h, dy, dh, y, width, BLOCK=BLOCK, num_warps=4)
+        _swiglu_gradient[(y.numel() // width, triton.cdiv(width, BLOCK))](h, dy, dh, y, width, BLOCK=BLOCK, num_warps=4)
     return dh, y
 
 
