@@ -40,7 +40,14 @@ def _of_kernels() -> dict[str, str]:
     import triton
 
     from fastweights.torch import kernels as k
-    from fastweights.torch.kernels import convolution, features, mixer_tiles, packed_convolution, wide_keys
+    from fastweights.torch.kernels import (
+        convolution,
+        features,
+        mixer_tiles,
+        packed_convolution,
+        packed_gradients,
+        wide_keys,
+    )
 
     memory = (
         k.tiles,
@@ -54,7 +61,7 @@ def _of_kernels() -> dict[str, str]:
     )
     found: dict[str, str] = {}
     # Names that both have are the memory's: a layer's features are mapped by `prepare`.
-    for part, modules in {CONV: (convolution, packed_convolution, features), MEMORY: memory}.items():
+    for part, modules in {CONV: (convolution, packed_convolution, packed_gradients, features), MEMORY: memory}.items():
         for module in modules:
             own = [x for x in vars(module).values() if isinstance(x, triton.runtime.KernelInterface)]
             found |= {x.__name__: part for x in own if x.__module__ == module.__name__}

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.torch.kernels.convolution import sum_rows, takes, unit
+from fastweights.torch.kernels.packed_gradients import starts_backward, tokens_backward
 from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.methods import register_typed
 from fastweights.torch.packing import remember
@@ -104,110 +105,6 @@ def _ends(x, before, cu, last, stride, W: tl.constexpr, N: tl.constexpr, R: tl.c
     tl.store(last + at, value.to(last.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _tap(dy, weight, t, left, c, inside, had, total, added, j: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What tap j gives to dx, added to `total`, and to its own gradient, added to `added`: [BT, BC] each."""
-    back: tl.constexpr = W - 1 - j
-    w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
-    seen = inside & (left >= back)[:, None]
-    up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
-    return total + w[None, :] * up, added + up * had
-
-
-@triton.jit
-def _tokens_backward(dy, dlast, x, weight, place, cu, dx, dweight, T, units, dx_units, W: tl.constexpr,
-                     N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
-                     DX_UNIT: tl.constexpr):  # fmt: skip
-    """Gradients of x, and of the weight as sums over this program's tokens.
-
-    Token t was read by itself and by the next W - 1 tokens of its sequence, each with another tap:
-    dx[t] = sum_back weight[W - 1 - back] dy[t + back], plus dlast where t is among its sequence's last inputs. The same
-    tiles of dy give the weight's gradient, sum_t dy[t + back] x[t], but for tokens before a sequence's first. Gathering
-    from the readers needs no atomic operations, so the result does not depend on the order of programs.
-
-    One program: STEPS tiles of BT tokens and BC channels, one after the other. Of up to four taps it adds up products
-    over all tiles before it sums over tokens, since a sum makes its threads wait for each other.
-
-        dy          (T, N);  dlast (sequences, W - 1, N) or None
-        dx          (T, N) with dx_units times DX_UNIT numbers from token to token, written
-        dweight     (blocks of STEPS * BT tokens, W, N), written: summed over blocks afterwards
-    """
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    part = tl.program_id(0).to(tl.int64) * W  # the sums of this block of tokens
-    zero = tl.zeros([BT, BC], tl.float32)
-    first, second, third, fourth = zero, zero, zero, zero
-    for step in range(STEPS):
-        t = (tl.program_id(0).to(tl.int64) * STEPS + step) * BT + tl.arange(0, BT)
-        n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
-        inside = (t < T)[:, None] & (c < N)[None, :]
-        left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
-        had = tl.load(x + t[:, None] * (units * UNIT) + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        total = zero
-        if W <= 4:
-            total, first = _tap(dy, weight, t, left, c, inside, had, total, first, 0, W, N)
-            if W > 1:
-                total, second = _tap(dy, weight, t, left, c, inside, had, total, second, 1, W, N)
-            if W > 2:
-                total, third = _tap(dy, weight, t, left, c, inside, had, total, third, 2, W, N)
-            if W > 3:
-                total, fourth = _tap(dy, weight, t, left, c, inside, had, total, fourth, 3, W, N)
-        else:  # STEPS is 1
-            for j in tl.static_range(W):
-                total, added = _tap(dy, weight, t, left, c, inside, had, total, zero, j, W, N)
-                tl.store(dweight + (part + j) * N + c, tl.sum(added, 0), mask=c < N)
-        if dlast is not None:  # noqa: SIM102 - this is known when compiling, the other is not
-            if tl.min(left, 0) < W - 1:  # few programs meet the end of a sequence
-                at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
-                total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
-        tl.store(dx + t[:, None] * (dx_units * DX_UNIT) + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
-    if W <= 4:
-        tl.store(dweight + part * N + c, tl.sum(first, 0), mask=c < N)
-        if W > 1:
-            tl.store(dweight + (part + 1) * N + c, tl.sum(second, 0), mask=c < N)
-        if W > 2:
-            tl.store(dweight + (part + 2) * N + c, tl.sum(third, 0), mask=c < N)
-        if W > 3:
-            tl.store(dweight + (part + 3) * N + c, tl.sum(fourth, 0), mask=c < N)
-
-
-@triton.jit
-def _starts_backward(dy, dlast, weight, before, cu, dbefore, dweight, blocks, W: tl.constexpr, N: tl.constexpr,
-                     R: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """The gradient of `before`: of the W - 1 inputs that stood before each sequence; and what they give to the weight.
-
-    One program: one sequence and BC channels. Input m was read by the sequence's first tokens p <= m with tap m - p; in
-    a sequence that is shorter than W - 1 it may also be among the last inputs, and gets their gradient.
-
-        before      (sequences, W - 1, N);  dbefore like it, written
-        dweight     (blocks + sequences, W, N), from `blocks` on written: a part per sequence, after those of tokens
-    """
-    n = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    start, stop = tl.load(cu + n).to(tl.int64), tl.load(cu + n + 1).to(tl.int64)
-    m = tl.arange(0, R)  # the m-th input before the sequence; token p reads it with tap m - p
-    inside = (m < W - 1)[:, None] & (c < N)[None, :]
-    total = tl.zeros([R, BC], tl.float32)
-    for p in tl.static_range(W - 1):
-        reads = inside & ((m >= p) & (start + p + m * 0 < stop))[:, None]
-        w = tl.load(weight + (m - p)[:, None] * N + c[None, :], mask=reads, other=0.0).to(tl.float32)
-        up = tl.load(dy + (start + p) * N + c, mask=(c < N) & (start + p + c * 0 < stop), other=0.0).to(tl.float32)
-        total += w * up[None, :]
-    for j in tl.static_range(W):
-        taps = tl.zeros([BC], tl.float32)
-        for p in tl.static_range(W - 1 - j):  # tap j of token p reads input p + j
-            real = (c < N) & (start + p + c * 0 < stop)
-            up = tl.load(dy + (start + p) * N + c, mask=real, other=0.0).to(tl.float32)
-            old = tl.load(before + (n * (W - 1) + p + j) * N + c, mask=real, other=0.0).to(tl.float32)
-            taps += up * old
-        tl.store(dweight + ((blocks + n) * W + j) * N + c, taps, mask=c < N)
-    if dlast is not None:
-        i = m - (stop - start)  # where it is still among the last
-        kept = inside & (i >= 0)[:, None]
-        total += tl.load(dlast + (n * (W - 1) + i)[:, None] * N + c[None, :], mask=kept, other=0.0).to(tl.float32)
-    at = (n * (W - 1) + m)[:, None] * N + c[None, :]
-    tl.store(dbefore + at, total.to(dbefore.dtype.element_ty), mask=inside)
-
-
 def places(cu_seqlens: Tensor, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(T, 2): each token's position in its sequence and that sequence's number; and the offsets, both on the device.
 
@@ -279,12 +176,12 @@ def plan_backward(plan: Plan, dy: Slot, dlast: Slot | None, x: Slot, weight: Slo
     # are added up afterwards, in order.
     starts = 0 if before is None else before.shape[0]
     parts, dweight = plan.empty((blocks + starts, W, N), torch.float32), plan.empty((W, N), weight.dtype)
-    plan.launch(_tokens_backward, (blocks, columns), (dy, dlast, x, weight, place, cu, dx, parts),
+    plan.launch(tokens_backward, (blocks, columns), (dy, dlast, x, weight, place, cu, dx, parts),
                 (T, x.strides[1] // unit(x.strides[1]), dx.shape[-1] // unit(dx.shape[-1])),
                 (W, N, tokens, channels, steps, unit(x.strides[1]), unit(dx.shape[-1])), num_warps=warps)  # fmt: skip
     dbefore = None if before is None else plan.empty(before.shape, before.dtype)
     if before is not None:
-        plan.launch(_starts_backward, (starts, -(-N // BC)), (dy, dlast, weight, before, cu, dbefore, parts), (blocks,),
+        plan.launch(starts_backward, (starts, -(-N // BC)), (dy, dlast, weight, before, cu, dbefore, parts), (blocks,),
                     (W, N, _rows(W), BC), num_warps=1)  # fmt: skip
     sum_rows(plan, parts, dweight)
     return dbefore, dweight
