@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -71,8 +72,10 @@ def elsewhere(framework):
 
 @pytest.mark.parametrize("framework", ["jax", "keras"])
 def test_signatures_are_those_of_torch(framework):
-    pytest.importorskip({"jax": "flax", "keras": "keras"}[framework])
-    here, there = public("torch"), elsewhere(framework)
+    needs = {"jax": "flax", "keras": "keras"}[framework]
+    if not find_spec(needs):  # not imported here: Keras imports TensorFlow, after which Triton's library aborts
+        pytest.skip(f"{needs} is not installed")
+    here, there = public("torch"), public("jax") if framework == "jax" else elsewhere(framework)
     assert here.keys() == there.keys()
     for name in here:
         assert there[name] == here[name], name
