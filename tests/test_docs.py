@@ -65,6 +65,33 @@ def test_imports_test_can_fail():
         assert wrong_arrows(name, "from fastweights.lm import training") == ["lm"]
 
 
+def imported_at_once(name, source, modules):
+    """Modules of the package that a module's source imports when it is itself imported: not inside functions."""
+    body = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    for node in body:
+        if isinstance(node, ast.Import):
+            found = [a.name for a in node.names]
+        else:
+            inner = [f"{node.module}.{a.name}" for a in node.names]
+            found = [x if x in modules else node.module for x in inner]
+        yield from (x for x in found if x in modules and x != name)
+
+
+def circles(sources):
+    """Modules that import each other, directly or through others, as one such circle; empty where there is none."""
+    imports = {name: set(imported_at_once(name, source, sources)) for name, source in sources.items()}
+    while leaves := [name for name, others in imports.items() if not others & imports.keys()]:
+        for name in leaves:
+            del imports[name]
+    return sorted(imports)
+
+
+def test_no_module_imports_itself_through_others():
+    dotted = lambda p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")  # noqa: E731
+    assert circles({dotted(p): p.read_text() for p in PACKAGE.rglob("*.py")}) == []
+    assert circles({"a": "from b import c", "b.c": "import a", "b": ""}) == ["a", "b.c"]
+
+
 def loaded_by(statement):
     code = f"import sys; {statement}; print(*sys.modules)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
