@@ -5,19 +5,22 @@ import torch
 from test_hf_attach import V, attach_strong, make, random_tokens
 
 from fastweights.core import FastWeightError
-from fastweights.hf import attach, detach, down_projections, load_attached, save_attached, using
+from fastweights.hf import attach, detach, down_projections, load_attached, save_attached, scoring, using
+from fastweights.hf.windows import Reading
 
 STEP, CLIP = 3.0, 0.4
 
 
-def by_hand(model, names, tokens, spans):
-    """Logits of the spans (first, start, stop) of a row, a step of the named weights after each."""
+def by_hand(model, names, tokens, spans, every=1):
+    """Logits of the spans (first, start, stop) of a row, a step of the named weights after the last of every few."""
     weights, found = {n: p.detach().clone() for n, p in model.named_parameters()}, []
-    for first, start, stop in spans:
+    for i, (first, start, stop) in enumerate(spans):
         now = weights | {n: weights[n].clone().requires_grad_() for n in names}
         logits = torch.func.functional_call(model, now, (tokens[:, first:stop],)).logits[0]
         found.append(logits[start - first :].detach())
-        begin = max(start - first - 1, 0)
+        if (i + 1) % every:
+            continue
+        begin = max(start - first - 1, 0) if every == 1 else 0
         loss = torch.nn.functional.cross_entropy(logits[begin:-1], tokens[0, first + begin + 1 : stop])
         gradients = torch.autograd.grad(loss, [now[n] for n in names])
         norm = torch.stack([g.norm() for g in gradients]).norm()
@@ -26,16 +29,18 @@ def by_hand(model, names, tokens, spans):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name, where", [("llama", "all"), ("gpt2", "middle"), ("gpt-neox", "all")])
+@pytest.mark.parametrize(
+    "name, where, every", [("llama", "all", 1), ("gpt2", "middle", 1), ("gpt-neox", "all", 1), ("llama", "all", 2)]
+)
 @torch.no_grad()
-def test_it_is_dynamic_evaluation_of_the_chosen_matrices(name, where):
+def test_it_is_dynamic_evaluation_of_the_chosen_matrices(name, where, every):
     model, tokens = make(name), random_tokens(2, 24)
     spans = [(max(0, a - 6), a, a + 6) for a in range(0, 24, 6)]
     names = down_projections(model, where)
     plain = model(tokens).logits
     with torch.enable_grad():
-        wanted = [by_hand(model, names, tokens[row : row + 1], spans) for row in range(2)]
-    attach(model, where=where, body_step=STEP, clip=CLIP)
+        wanted = [by_hand(model, names, tokens[row : row + 1], spans, every) for row in range(2)]
+    attach(model, where=where, body_step=STEP, clip=CLIP, every=every)
     assert model.fast_head.hooks.body.names == names
     parts, state = [], None
     with using(model, head=False, cache=False):
@@ -54,6 +59,33 @@ def test_it_is_dynamic_evaluation_of_the_chosen_matrices(name, where):
     assert not torch.allclose(again, model(tokens[:, 12:]).logits, atol=1e-3)
     detach(model)
     assert torch.equal(model(tokens).logits, plain)
+
+
+@pytest.mark.parametrize("name, every, mode", [("llama", 3, "all"), ("gpt2", 3, "body"), ("llama", 1, "all")])
+def test_windows_side_by_side_are_windows_one_after_the_other(name, every, mode):
+    model, row = make(name), random_tokens(1, 75)
+    head = attach_strong(model, where="all", body_step=STEP, clip=CLIP, every=every)
+    how, parts = Reading(window=8, stride=4), scoring.PARTS[mode]
+    assert how.stride % head.settings.refresh == 0
+    one, held = scoring._attached(model, row, how, parts)
+    found, bytes = scoring._beside(model, row, how, parts)
+    torch.testing.assert_close(found, one, rtol=1e-9, atol=1e-9)
+    still, _ = scoring._beside(model, row, how, parts | dict(body=False))
+    assert not torch.allclose(found, still, atol=1e-3)
+    assert bytes > 0
+    assert held > 0
+
+
+def test_tokens_one_by_one_are_not_counted_as_windows():
+    model, tokens = make("llama"), random_tokens(2, 24)
+    attach(model, cache=False, where="all", body_step=STEP, every=2)
+    state = model(tokens[:, :8]).fast_state
+    for t in range(8, 12):
+        state = model(tokens[:, t : t + 1], fast_state=state).fast_state
+    assert all(not S.any() for S in state.body)  # the first window of two
+    state = model(tokens[:, 12:], fast_state=state).fast_state
+    assert all(S.abs().amax((1, 2)).min() > 0 for S in state.body)
+    assert state.passes.tolist() == [2, 2]
 
 
 def test_padding_teaches_nothing():
@@ -93,12 +125,12 @@ def test_training_of_the_head_goes_on():
 
 def test_saved_and_loaded(tmp_path):
     model, tokens = make("llama"), random_tokens(1, 30)
-    attach_strong(model, where=down_projections(model, "middle"), body_step=STEP)
-    state = model(tokens).fast_state
+    attach_strong(model, where=down_projections(model, "middle"), body_step=STEP, every=2)
+    state = model(tokens, fast_state=model(tokens).fast_state).fast_state
     wanted = model(tokens, fast_state=state).logits
     save_attached(model, tmp_path)
     other = make("llama")
-    load_attached(other, tmp_path)
+    assert load_attached(other, tmp_path).hooks.body.every == 2
     torch.testing.assert_close(other(tokens, fast_state=state).logits, wanted)
 
 
@@ -107,6 +139,8 @@ def test_saved_and_loaded(tmp_path):
     [
         (dict(where="lm_head.bias"), "where names 'lm_head.bias'"),
         (dict(where="middle", body_step=0.0), "body_step is 0.0"),
+        (dict(where="middle", every=0), "every is 0"),
+        (dict(where="middle", every=True), "every is True"),
         (dict(where="last"), "where names nothing"),  # of two layers
         (dict(where=["model.norm"]), "a matrix of real numbers"),
     ],

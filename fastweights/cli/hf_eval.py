@@ -32,6 +32,14 @@ def evaluate(
             "last or all. None when absent; with --head, as it was trained."
         ),
     ] = "",
+    every: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Windows to a step of the matrices of --where: with 8 they learn from every eighth window, which "
+            "keeps most of the gain at a fraction of the time.",
+        ),
+    ] = 1,
     window: Window = 1024,
     stride: Annotated[
         int, typer.Option(min=1, help="Tokens scored at a time, and between two updates of dynamic evaluation.")
@@ -69,7 +77,7 @@ def evaluate(
     - fast: the layer learns from every token of the text;
     - cache: mixed with a look-up of words that followed similar places earlier in the text (a neural cache);
     - both: fast and cache together;
-    - body: matrices inside the model learn, one step per stride (`--where`);
+    - body: matrices inside the model learn, one step per stride (`--where`), or per few strides (`--every`);
     - all: body, fast and cache together;
     - dynamic: the model's weights are trained on each stride after it is scored;
     - dynamic+cache: the same, mixed with the look-up.
@@ -104,7 +112,7 @@ def evaluate(
     else:
         # A head without training is random in its first layer: the seed makes scores repeatable.
         torch.manual_seed(0)
-        attach(found, where=where or None)
+        attach(found, where=where or None, every=every)
     # An untrained head that learns nothing is the model itself, so "still" is of use with --head alone.
     asked = [m for m in scoring.modes(found) if m != "dynamic+cache" and (m != "still" or head is not None)]
     peaks: list[int | None] = []

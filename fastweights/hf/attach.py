@@ -40,6 +40,7 @@ def attach(
     cache: NeuralCache | bool = True,
     where: str | Sequence[str] | None = None,
     body_step: float = 0.1,
+    every: int = 1,
     freeze: bool = True,
 ) -> ResidualHead:
     """Let a causal language model learn from the text it reads; returns the new part, `model.fast_head`.
@@ -67,6 +68,8 @@ def attach(
             `down_projections` returns. More is learned, in about twice the time and with the memory of a backward
             pass. None for none.
         body_step: step size of these matrices; `clip` also holds for their gradient.
+        every: forward passes to a step of these matrices. With 8 they learn from every eighth window of a long text,
+            which keeps most of the gain, and the other seven are read without a backward pass.
         freeze: whether the model's own parameters are frozen, so that training changes the new ones alone.
     """
     if hasattr(model, NAME):
@@ -89,8 +92,10 @@ def attach(
     if where is not None:
         if not 0 < body_step < math.inf:
             raise FastWeightError(f"body_step is {body_step}; expected a positive number")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise FastWeightError(f"every is {every!r}; expected a whole number of forward passes, 1 or more")
         names = down_projections(model, where) if isinstance(where, str) and where in THIRDS else where
-        body = FastBody(model, (names,) if isinstance(names, str) else tuple(names), body_step, clip)
+        body = FastBody(model, (names,) if isinstance(names, str) else tuple(names), body_step, clip, every)
     trained = [p for p in model.parameters() if p.requires_grad] if freeze else []
     for p in trained:
         p.requires_grad_(False)
@@ -171,7 +176,7 @@ def save_attached(model: nn.Module, folder: str | Path) -> None:
     cache = None if hooks.cache is None else hooks.cache.to_dict()
     about = dict(kind=KIND, head=head.settings.to_dict(), cache=cache, model=_identity(model))
     if hooks.body is not None:
-        about |= dict(body=dict(where=list(hooks.body.names), body_step=hooks.body.step))
+        about |= dict(body=dict(where=list(hooks.body.names), body_step=hooks.body.step, every=hooks.body.every))
     write_tensors(Path(folder) / WEIGHTS, dict(head.state_dict()), dict(kind=KIND))
     write_checked_json(Path(folder) / CONFIG, about)
 
@@ -241,8 +246,12 @@ def check_shapes(settings: HeadSettings, tensors: dict[str, Tensor], file: Path)
 def _body_of(about: dict[str, Any], path: Path) -> dict[str, Any]:
     """The arguments of `attach` that say which matrices inside the model learn; none in most files."""
     body = about.get("body", {})
-    if not isinstance(body, dict) or set(body) not in (set(), {"where", "body_step"}):
-        raise FastWeightError(f"{path} has a body of {body!r}; expected where and body_step, or none")
+    if (
+        not isinstance(body, dict)
+        or not set(body) <= {"where", "body_step", "every"}
+        or (body and not {"where", "body_step"} <= set(body))
+    ):
+        raise FastWeightError(f"{path} has a body of {body!r}; expected where, body_step and every, or none")
     return body
 
 

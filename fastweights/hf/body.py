@@ -7,6 +7,7 @@ as the token before it in the pass predicted it; |g| is taken over all chosen ma
     S <- S - e g min(1, clip / |g|)
 
 This is dynamic evaluation of the chosen matrices, a segment per pass. Layers below the first of them need no gradient.
+With `every` passes to a step, S learns from the last of them alone, and the others cost what reading costs.
 """
 
 from contextvars import ContextVar
@@ -52,19 +53,21 @@ def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
 
 
 class FastBody:
-    """The chosen matrices of a model.  names: of their weights;  step, clip: e and the largest length of a gradient.
+    """The chosen matrices of a model.
+
+    names: of their weights;  step, clip: e and the largest length of a gradient;  every: passes to a step.
 
     Each chosen layer gets a forward hook that adds x S to its answer. `now` holds the S of the pass that is running, in
     a context variable, so that two threads can read two texts with one model.
     """
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, clip: float):
+    def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, clip: float, every: int = 1):
         if not names:
             raise FastWeightError(
                 "where names nothing; expected at least one matrix: a model of few layers has none "
                 "in some of its thirds"
             )
-        self.names, self.step, self.clip = names, step, clip
+        self.names, self.step, self.clip, self.every = names, step, clip, every
         self.modules = [self._module(model, name) for name in names]
         self.now: ContextVar[tuple[Tensor, ...] | None] = ContextVar("now", default=None)
         self.handles = [m.register_forward_hook(partial(self._add, i)) for i, m in enumerate(self.modules)]
@@ -111,6 +114,14 @@ class FastBody:
                 f"{S.shape[1]}), one row per text: leave it out of where"
             )
         return out + (x.to(S.dtype) @ S).to(out.dtype)
+
+    def whole(self, learned: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The weights W + S of one text by name, for `torch.func.functional_call`: reading then costs what it did."""
+        found = {}
+        for name, m, S in zip(self.names, self.modules, learned, strict=True):
+            S = S[0].mT if isinstance(m, nn.Linear) else S[0]
+            found[name if name.endswith(".weight") else f"{name}.weight"] = m.weight + S.to(m.weight.dtype)
+        return found
 
     def learn(
         self, x: Tensor, labels: Tensor, real: Tensor | None, output: Any, learned: tuple[Tensor, ...], *, keep: bool

@@ -78,9 +78,11 @@ def pieces(documents: list[np.ndarray], how: Adapting, row: int) -> Iterator[Pie
                 yield Piece(useful[i], start, min(start + how.length, len(useful[i]) - 1))
 
 
-@torch.no_grad()
-def body(model: Any, tokens: Tensor) -> Tensor:
-    """Features (B, T, D) on their way into the output embedding, for tokens (B, T)."""
+def body(model: Any, tokens: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
+    """Features (B, T, D) on their way into the output embedding, for tokens (B, T).
+
+    weights: by name, in the place of the model's own; gradients for them flow where they are switched on.
+    """
     found: list[Tensor] = []
 
     def take(module: Any, given: tuple) -> tuple:
@@ -88,9 +90,10 @@ def body(model: Any, tokens: Tensor) -> Tensor:
         return (given[0][:, -1:], *given[1:])  # no logits are wanted
 
     hook = model.get_output_embeddings().register_forward_pre_hook(take)
+    grad = torch.set_grad_enabled(weights is not None and torch.is_grad_enabled())
     try:
-        with using(model, head=False, cache=False, body=False):
-            model(tokens, use_cache=False)
+        with using(model, head=False, cache=False, body=False), grad:
+            torch.func.functional_call(model, weights or {}, (tokens,), dict(use_cache=False))
     finally:
         hook.remove()
     return found[0]

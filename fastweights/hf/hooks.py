@@ -28,15 +28,17 @@ class FastState(NamedTuple):
         head: the `HeadState` of the residual layer.
         cache: the `CacheState` of the neural cache.
         body: what the matrices of `attach(where=...)` have learned, one tensor (B, inputs, outputs) for each.
+        passes: (B,), forward passes that these matrices have read; they learn from one of every few.
 
     Examples:
         >>> FastState()  # before the first token
-        FastState(head=None, cache=None, body=None)
+        FastState(head=None, cache=None, body=None, passes=None)
     """
 
     head: HeadState | None = None
     cache: CacheState | None = None
     body: tuple[Tensor, ...] | None = None
+    passes: Tensor | None = None
 
 
 class Use(NamedTuple):
@@ -149,10 +151,11 @@ class Hooks:
         return given, named
 
     def _start_body(self, body: FastBody, call: Call, learn: bool) -> None:
-        """Let the chosen matrices answer by what they know, and be learned from until the features are there.
+        """Let the chosen matrices answer by what they know, and learn until the features are there if it is their turn.
 
-        Gradients are switched on here and put back as the caller had them in `_end_body` or, after an error, in
-        `leave`.
+        They learn from the last of every `body.every` passes. A pass of one token has no pair of a token and the next,
+        so nothing is learned from it and it is not counted. Gradients are switched on here and put back as the caller
+        had them in `_end_body` or, after an error, in `leave`.
         """
         learned = call.state.body or body.init_state(len(call.tokens))
         if learn:
@@ -161,16 +164,23 @@ class Hooks:
                     "where is given, and torch.inference_mode forbids the gradients that its "
                     "matrices learn from; expected torch.no_grad, or using(model, learn=False)"
                 )
-            learned = tuple(S.detach().requires_grad_() for S in learned)
-            torch.set_grad_enabled(True)
+            passes = call.state.passes
+            if passes is None:
+                passes = torch.zeros(len(call.tokens), dtype=torch.long)  # on the CPU: the host asks for it
+            if call.tokens.shape[1] > 1:
+                passes = passes + 1
+                if int(passes[0]) % body.every == 0:
+                    learned = tuple(S.detach().requires_grad_() for S in learned)
+                    torch.set_grad_enabled(True)
+            call.state = call.state._replace(passes=passes)
         call.state = call.state._replace(body=learned)
         body.now.set(learned)
 
     def _end_body(self, x: Tensor, call: Call) -> Tensor:
         """The features x, once the chosen matrices have learned from them where they do.
 
-        Features of token t predict token t + 1, so the pass teaches from all tokens but the last; those of the context
-        were learned in a pass before.
+        Features of token t predict token t + 1, so the pass teaches from all tokens but the last. Where they learn from
+        every pass, tokens of the context were learned before; where from one of several, the context teaches too.
         """
         body, learned = self.body, call.state.body
         if body is None or body.now.get() is None or learned is None:
@@ -179,7 +189,7 @@ class Hooks:
         torch.set_grad_enabled(call.grad)
         if not learned[0].requires_grad:
             return x
-        first, T = max(call.context - 1, 0), x.shape[1]
+        first, T = max(call.context - 1, 0) if body.every == 1 else 0, x.shape[1]
         if first < T - 1:
             mask = real_tokens(call.mask, T)
             real = None if mask is None else mask[:, first : T - 1] & mask[:, first + 1 :]
@@ -271,7 +281,7 @@ class Hooks:
             logits, cached = self.cache.answer(
                 x.detach(), tokens, logits, cached, mask=mask, learn=use.learn, overwrite=not apart, **known
             )
-        return logits[:, -keep:], map_tensors(Tensor.detach, FastState(learned, cached, state.body))
+        return logits[:, -keep:], map_tensors(Tensor.detach, state._replace(head=learned, cache=cached))
 
     def _losses(self, x, tokens):
         """The model's own loss of each token but the first, without holding logits."""

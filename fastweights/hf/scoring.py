@@ -11,10 +11,8 @@ dynamic    the same windows, and the model's weights are trained on each stride 
 dynamic+cache    the same, mixed with what a neural cache expects
 """
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,8 +22,8 @@ from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, WINDOW, attached, using
-from fastweights.hf.head_training import body
 from fastweights.hf.loading import read_corpus, row_of
+from fastweights.hf.windows import Reading, Windows, groups
 from fastweights.text.scores import Score, Text
 from fastweights.torch import cross_entropy, graphs, watching
 from fastweights.torch.cache import NeuralCache
@@ -33,42 +31,10 @@ from fastweights.torch.devices import watch_memory
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
 from fastweights.torch.tree import tensor_bytes
 
-ROWS = 8  # windows of a static score at a time
 GRAPH = 512  # tokens of a CUDA graph of the head: more are captured later, and so used less
 CLIP = 1.0  # largest norm of a stride's gradient
 STATISTICS = 24  # windows of training text, for the step of each weight in dynamic evaluation
 EPS = 1e-5  # added to the root mean squared gradient that divides a weight's step
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a long text is read, window by window.
-
-    Attributes:
-        window: tokens a model sees at once.
-        stride: tokens scored at a time, between two updates.
-        lr, parameters, statistics: of dynamic evaluation; with statistics its rule is "rms", else "sgd".
-    """
-
-    window: int = 1024
-    stride: int = 256
-    lr: float = 1e-3
-    parameters: tuple[str, ...] = ("*",)
-    statistics: GradientStatistics | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.stride <= self.window:
-            raise FastWeightError(f"stride is {self.stride}; expected from 1 to the window of {self.window} tokens")
-
-    def spans(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """(first, start, stop): inputs from `first` are read, those from `start` to `stop` answered.
-
-        Examples:
-            >>> list(Reading(window=4, stride=2).spans(5))
-            [(0, 0, 2), (0, 2, 4), (2, 4, 5)]
-        """
-        for start in range(0, tokens, self.stride):
-            yield max(0, start + self.stride - self.window), start, min(start + self.stride, tokens)
 
 
 PARTS = {  # of an attachment, by mode
@@ -118,8 +84,8 @@ def score(
         row = row_of(tokenizer, text).to(model.device)
         if mode in PARTS:
             parts = PARTS[mode]
-            beside = not parts.get("body", True) and how.stride % attached(model).settings.refresh == 0
-            beside = beside and not watching.watchers  # a probe looks at calls of the head
+            whole = how.stride % attached(model).settings.refresh == 0  # chunks of the head end with windows
+            beside = whole and not watching.watchers  # a probe looks at calls of the head
             loss, held = (_beside if beside else _attached)(model, row, how, parts)
         else:
             with using(model, head=False, cache=False, body=False):
@@ -132,15 +98,8 @@ def score(
 @torch.no_grad()
 def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
     """Losses (T,) of a text (1, T + 1), windows of equal lengths several at a time; nothing is carried."""
-    return torch.cat([_windows(model, row, spans) for spans in _groups(row, how)]), 0
-
-
-def _groups(row: Tensor, how: Reading) -> Iterator[list[tuple[int, int, int]]]:
-    """Spans of windows that are read side by side: neighbours of equal lengths, ROWS at most."""
-    alike = lambda span: (span[2] - span[0], span[2] - span[1])  # noqa: E731
-    for _, group in itertools.groupby(how.spans(row.shape[1] - 1), alike):
-        spans = list(group)
-        yield from (spans[i : i + ROWS] for i in range(0, len(spans), ROWS))
+    spans = list(how.spans(row.shape[1] - 1))
+    return torch.cat([_windows(model, row, group) for group in groups(spans)]), 0
 
 
 def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
@@ -154,7 +113,7 @@ def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tens
 
 @torch.no_grad()
 def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
-    """Head and cache where nothing inside the model learns: it reads several windows at once, as in `_static`.
+    """Head, cache and matrices inside the model: several windows are read at once, as in `_static`.
 
     The labels are known, so that no logits are held; the losses are those of `_attached`. The cache, which asks the
     device how many keys match, scores a group of windows once the model has read the next: nobody waits for the head.
@@ -166,8 +125,9 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     state = head.init_state(1)
     learned, cached, losses, behind = (state.dense1, state.dense2), None, [], None
-    for spans in [*_groups(row, how), None]:
-        x: Any = None if spans is None else _features(model, row, spans)
+    windows = Windows(model, row, head.hooks.body if parts.get("body", True) else None)  # type: ignore[union-attr]
+    for spans in [*windows.groups(how), None]:
+        x: Any = None if spans is None else windows.features(spans)
         if behind is not None:
             *read, loss = behind
             if cache is not None:
@@ -183,13 +143,7 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
         else:
             loss, learned = _score(head, x, labels, weight, bias, learned)
         behind = x, labels, loss
-    return torch.cat(losses), tensor_bytes((state if parts.get("head", True) else None, cached))
-
-
-def _features(model, row, spans):
-    """Features (1, T, D) of the T tokens that windows of equal lengths answer, one window after the other."""
-    keep = spans[0][2] - spans[0][1]
-    return body(model, torch.cat([row[:, first:stop] for first, _, stop in spans]))[:, -keep:].flatten(0, 1)[None]
+    return torch.cat(losses), tensor_bytes((state if parts.get("head", True) else None, cached, windows.learned))
 
 
 def _score(head, x, labels, weight, bias, learned):
