@@ -68,8 +68,8 @@ def attach(
             `down_projections` returns. More is learned, in about twice the time and with the memory of a backward
             pass. None for none.
         body_step: step size of these matrices; `clip` also holds for their gradient.
-        every: forward passes to a step of these matrices. With 8 they learn from every eighth window of a long text,
-            which keeps most of the gain, and the other seven are read without a backward pass.
+        every: forward passes to a step of these matrices. With 8 they learn from windows 1, 2, 4, 8, 16, 24, ... of a
+            long text, which keeps most of the gain; the other windows are read without a backward pass.
         freeze: whether the model's own parameters are frozen, so that training changes the new ones alone.
     """
     if hasattr(model, NAME):

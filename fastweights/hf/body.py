@@ -7,7 +7,7 @@ as the token before it in the pass predicted it; |g| is taken over all chosen ma
     S <- S - e g min(1, clip / |g|)
 
 This is dynamic evaluation of the chosen matrices, a segment per pass. Layers below the first of them need no gradient.
-With `every` passes to a step, S learns from the last of them alone, and the others cost what reading costs.
+With `every` passes to a step, S learns from some of the passes (`teaches`), and the others cost what reading costs.
 """
 
 from contextvars import ContextVar
@@ -50,6 +50,18 @@ def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
         )
     n, i = len(names), THIRDS.index(third)
     return tuple(names) if third == "all" else tuple(names[-(-i * n // 3) : -(-(i + 1) * n // 3)])
+
+
+def teaches(number: int, every: int) -> bool:
+    """Whether matrices that take a step every so many passes learn from this one: 1 is the first of a text.
+
+    The first steps gain the most, so these come early: after passes 1, 2, 4, ... and then after every `every`.
+
+    Examples:
+        >>> [n for n in range(1, 40) if teaches(n, 8)]
+        [1, 2, 4, 8, 16, 24, 32]
+    """
+    return number % every == 0 or (number < every and number & (number - 1) == 0)
 
 
 class FastBody:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.hf.body import FastBody, without_graph
+from fastweights.hf.body import FastBody, teaches, without_graph
 from fastweights.hf.cache import memory_of
 from fastweights.hf.inputs import real_tokens
 from fastweights.hf.residual import HeadState, ResidualHead
@@ -153,7 +153,7 @@ class Hooks:
     def _start_body(self, body: FastBody, call: Call, learn: bool) -> None:
         """Let the chosen matrices answer by what they know, and learn until the features are there if it is their turn.
 
-        They learn from the last of every `body.every` passes. A pass of one token has no pair of a token and the next,
+        They learn from the passes that `teaches` names. A pass of one token has no pair of a token and the next,
         so nothing is learned from it and it is not counted. Gradients are switched on here and put back as the caller
         had them in `_end_body` or, after an error, in `leave`.
         """
@@ -169,7 +169,7 @@ class Hooks:
                 passes = torch.zeros(len(call.tokens), dtype=torch.long)  # on the CPU: the host asks for it
             if call.tokens.shape[1] > 1:
                 passes = passes + 1
-                if int(passes[0]) % body.every == 0:
+                if teaches(int(passes[0]), body.every):
                     learned = tuple(S.detach().requires_grad_() for S in learned)
                     torch.set_grad_enabled(True)
             call.state = call.state._replace(passes=passes)

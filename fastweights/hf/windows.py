@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError
-from fastweights.hf.body import FastBody
+from fastweights.hf.body import FastBody, teaches
 from fastweights.hf.head_training import body
 from fastweights.torch.dynamic import GradientStatistics
 
@@ -51,23 +51,23 @@ class Reading:
 def groups(spans: list[Span], every: int | None = None) -> Iterator[list[Span]]:
     """Spans of windows that are read side by side: neighbours of equal lengths, ROWS at most.
 
-    every: the last of so many windows is read alone, because matrices inside the model learn from it.
+    every: windows to a step of matrices inside the model; one that they learn from is read alone.
 
     Examples:
         >>> [len(group) for group in groups(list(Reading(4, 2).spans(40)))]
         [1, 8, 8, 3]
         >>> [len(group) for group in groups(list(Reading(4, 2).spans(40)), every=8)]
-        [1, 6, 1, 7, 1, 4]
+        [1, 1, 1, 1, 3, 1, 7, 1, 4]
     """
-    alike = lambda span: (span[2] - span[0], span[2] - span[1])  # noqa: E731
-    for at in range(0, len(spans), every or len(spans) or 1):
-        part = spans[at : at + (every or len(spans))]
-        taught = part[every - 1 :] if every else []
-        for _, group in itertools.groupby(part[: len(part) - len(taught)], alike):
-            rows = list(group)
-            yield from (rows[i : i + ROWS] for i in range(0, len(rows), ROWS))
-        if taught:
-            yield taught
+
+    def alike(numbered: tuple[int, Span]) -> tuple[int, ...]:
+        number, (first, start, stop) = numbered
+        alone = every is not None and teaches(number, every)
+        return stop - first, stop - start, number if alone else 0
+
+    for _, group in itertools.groupby(enumerate(spans, 1), alike):
+        rows = [span for _, span in group]
+        yield from (rows[i : i + ROWS] for i in range(0, len(rows), ROWS))
 
 
 class Windows:
@@ -88,7 +88,7 @@ class Windows:
     def features(self, spans: list[Span]) -> Tensor:
         """Features (1, n, D) of the n tokens that the windows of these spans answer, one window after the other.
 
-        The chosen matrices learn from the last of every `fast.every` windows after it is read, as they do in forward
+        The chosen matrices learn from a window after it is read, where it is one that teaches, as they do in forward
         passes of the model (hooks.py).
         """
         keep = spans[0][2] - spans[0][1]
@@ -96,7 +96,7 @@ class Windows:
         if self.fast is None or self.learned is None:
             return body(self.model, tokens)[:, -keep:].flatten(0, 1)[None]
         self.passes += len(spans)
-        if self.passes % self.fast.every or tokens.shape[1] < 2:
+        if not teaches(self.passes, self.fast.every) or tokens.shape[1] < 2:
             x = body(self.model, tokens, self.fast.whole(self.learned))
         else:
             leaves = tuple(S.detach().requires_grad_() for S in self.learned)
