@@ -12,7 +12,7 @@ STEP, CLIP = 3.0, 0.4
 
 
 def by_hand(model, names, tokens, spans, every=1):
-    """Logits of the spans (first, start, stop) of a row, steps of the named weights after windows 1, 2 and every `every`."""
+    """Logits of spans (first, start, stop) of a row, with steps of the named weights after 1, 2 and every `every`."""
     weights, found = {n: p.detach().clone() for n, p in model.named_parameters()}, []
     for i, (first, start, stop) in enumerate(spans):
         now = weights | {n: weights[n].clone().requires_grad_() for n in names}
