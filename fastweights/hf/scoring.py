@@ -125,7 +125,8 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     state = head.init_state(1)
     learned, cached, losses, behind = (state.dense1, state.dense2), None, [], None
-    windows = Windows(model, row, head.hooks.body if parts.get("body", True) else None)  # type: ignore[union-attr]
+    hooks: Any = head.hooks
+    windows = Windows(model, row, hooks.body if parts.get("body", True) else None)
     for spans in [*windows.groups(how), None]:
         x: Any = None if spans is None else windows.features(spans)
         if behind is not None:

@@ -83,7 +83,7 @@ class Windows:
 
     def groups(self, how: Reading) -> Iterator[list[Span]]:
         """Spans to be read side by side, in the order of the text."""
-        return groups(list(how.spans(self.row.shape[1] - 1)), self.fast and self.fast.every)
+        return groups(list(how.spans(self.row.shape[1] - 1)), None if self.fast is None else self.fast.every)
 
     def features(self, spans: list[Span]) -> Tensor:
         """Features (1, n, D) of the n tokens that the windows of these spans answer, one window after the other.
