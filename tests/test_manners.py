@@ -90,6 +90,8 @@ def test_there_is_one_table_of_models():
 
 
 def test_presets_are_listed_by_a_public_name():
+    for framework in ("torch", "jax", "keras"):  # read, not imported: one of them is enough here
+        assert '"PRESETS"' in (PACKAGE / framework / "__init__.py").read_text()
     assert "PRESETS" in fw.__all__
     assert "performer" in fw.PRESETS
     for name in fw.PRESETS:
