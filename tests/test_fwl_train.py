@@ -66,8 +66,10 @@ def poison(monkeypatch):
         monkeypatch.setattr(of, name, fill)
 
 
+@pytest.mark.parametrize("walked", [True, False])
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
-def test_is_the_general_form(how, T, C, starts, carried, share, poison):
+def test_is_the_general_form(how, T, C, starts, carried, share, walked, poison, monkeypatch):
+    monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if walked else ())
     block = make(**dict(normalizer=3.0, refresh=C) | how)
     x, labels, weights, state, documents = problem(block, T, starts, carried)
     want = general(block, x, labels, weights, state, documents, share)
@@ -89,7 +91,6 @@ def test_is_the_general_form(how, T, C, starts, carried, share, poison):
 
 
 def test_what_it_does_not_serve_goes_the_general_way(monkeypatch):
-    monkeypatch.setattr(fwl_train, "DEVICES", ("cpu",))
     x, weights = torch.randn(2, 9, D), torch.ones(2, 9)
     reason = lambda block, weights=weights, state=None, packed=False: fwl_train.refuses(  # noqa: E731
         block.config, x, weights, state, packed=packed
@@ -101,7 +102,10 @@ def test_what_it_does_not_serve_goes_the_general_way(monkeypatch):
     assert "gradients" in reason(make(refresh=4), weights.clone().requires_grad_())
     with torch.no_grad():
         assert reason(make(refresh=4)) == "nothing is differentiated"
-    monkeypatch.undo()
+    monkeypatch.setattr(fwl_train, "WALKED", ())
+    monkeypatch.setattr(fwl_train, "LONGEST", 9)
+    assert "longer" in reason(make(refresh=4))
+    monkeypatch.setattr(fwl_train, "DEVICES", ())
     assert "cpu" in reason(make(refresh=4))
 
 

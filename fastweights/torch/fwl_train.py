@@ -1,4 +1,6 @@
-"""What a held, refreshed Fast Weight Layer is trained by: one number, computed with its gradients (fwl_dual.py).
+"""What a held, refreshed Fast Weight Layer is trained by: one number, computed with its gradients.
+
+On a GPU by products with earlier tokens (fwl_dual.py), on a CPU by weights of every row's own (fwl_walk.py).
 
 Rows may hold several documents and may go on with the document of an earlier call. They are laid out in chunks, a new
 document from a new chunk on, so that shapes depend on the batch, its length and the most documents in a row alone, and
@@ -13,13 +15,14 @@ from torch import Tensor
 from fastweights import fwl
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
-from fastweights.torch import cross_entropy, fwl_dual, graphs
+from fastweights.torch import cross_entropy, fwl_dual, fwl_walk, graphs
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.tracing import has_modes, is_watched
 
-DEVICES = ("cuda",)  # where it is the faster form; on a CPU weights per document are as fast
-LONGEST = 8192  # tokens of a row: what earlier tokens cost grows with their number, other weights per document do not
+DEVICES = ("cuda", "cpu")  # where it is the faster form
+WALKED = ("cpu",)  # where rows have weights of their own; elsewhere products with earlier tokens take their place
+LONGEST = 8192  # tokens of a row: what earlier tokens cost grows with their number, weights of a row's own do not
 
 
 class Trained(NamedTuple):
@@ -51,8 +54,8 @@ def unfit(config: FWLConfig, device: str, length: int) -> str | None:
     if config.within != "held":
         return f"within is {config.within!r}"
     if device not in DEVICES:
-        return f"weights per document are as fast on this device ({device})"
-    if length + config.refresh > LONGEST:
+        return f"it was not tried on this device ({device})"
+    if device not in WALKED and length + config.refresh > LONGEST:
         return f"rows are longer than {LONGEST} tokens"
     return None
 
@@ -148,7 +151,8 @@ class Objective(torch.autograd.Function):
 
 def _work(config, plain, slow, last, w, rows):
     """Value, losses, slow losses, what was learned (3), gradients of the weights (6) and of x."""
-    run = fwl_dual.Pass(config, w, rows, plain=plain)
+    passes = fwl_walk.Walk if rows.x.device.type in WALKED else fwl_dual.Pass
+    run = passes(config, w, rows, plain=plain)
     loss = run.forward()
     learned = run.learned(last)
     dx, dw = run.backward()
