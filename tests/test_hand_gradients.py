@@ -15,7 +15,19 @@ def plain_unit(x):
     return x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt()
 
 
+def plain_packed(x, weight, before):
+    """Sequences of 3, 0, 1 and 5 tokens, one after the other."""
+    parts = zip(before, x[0].split(LENGTHS), strict=True)
+    return torch.cat([plain_depthwise(torch.cat([b, y])[None], weight) for b, y in parts], 1)
+
+
+LENGTHS, OFFSETS = [3, 0, 1, 5], torch.tensor([0, 3, 3, 4, 9])
 CASES = {
+    "packed": (
+        lambda x, weight, before: hand_gradients.convolve(x, weight, before, OFFSETS)[0],
+        plain_packed,
+        [(1, 9, 3), (4, 3), (4, 3, 3)],
+    ),
     "depthwise": (hand_gradients.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
     "unit": (lambda x: hand_gradients.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
     "scaled unit": (lambda x: hand_gradients.unit(x, 1e-6, 0.5), lambda x: plain_unit(x) / 2, [(2, 5, 4)]),
@@ -56,7 +68,7 @@ def test_first_and_second_derivatives(case):
 
 
 def test_vmap_of_the_gradient(case, request):
-    if request.node.callspec.params["case"] in ("gated norm", "norm with a sigmoid, in cache"):
+    if request.node.callspec.params["case"] in ("gated norm", "norm with a sigmoid, in cache", "packed"):
         pytest.skip("transforms get the plain form")
     function, plain, inputs = case
     stacked = torch.stack([inputs[0].detach(), 2 * inputs[0].detach()])

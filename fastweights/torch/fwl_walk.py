@@ -1,7 +1,7 @@
 """The training loss of a held, refreshed Fast Weight Layer and its gradients, with weights of its own for every row.
 
-The same number as fwl_dual.py, which is for GPUs, for a device where products with a row's own weights cost no more than
-those with shared ones. The weights W + S of a row are walked from chunk to chunk, and their gradient is walked back:
+The same number as fwl_dual.py, which is for GPUs, for a device where products with a row's own weights cost no more
+than those with shared ones. The weights W + S of a row are walked from chunk to chunk, and their gradient back:
 
     S_{c+1} = f_c (d S_c + K_c^T V_c)     K V: what chunk c writes (x and v1, a and v2);  d: what decay leaves
     dS_c    = d f_c dS_{c+1} + what chunk c read with          f_c: whether the next chunk is of the same document
@@ -141,7 +141,8 @@ class Walk(fwl_dual.Pass):
         """dx of chunk c; dS1 and dS2 become the gradients of the weights before it, from those after it."""
         w, passes, saved, x = self.w, self.passes, self.read[c], self.x[c]
         every, exact, learns = self._every(), not self.config.first_order, saved.u is not None
-        dhead = dr = du = second = da = None
+        dhead: Any = None
+        dr = du = second = da = dhead
         if learns:
             du, dr, dhead, second = self._writes_back(c, saved, dS1, dS2, every)
             if exact:

@@ -12,6 +12,7 @@ from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.debugging import debugging
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
+from fastweights.torch.packing import Sequences
 from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
@@ -260,7 +261,7 @@ def convolve(
     """`depthwise` of x (B, T, channels) after the W - 1 inputs `before` it, zeros when absent, and the last W - 1.
 
     Those are a copy where they are less than half: a state that is kept must not keep all of x.  None for packed
-    sequences where there is no kernel.
+    sequences where a compiler or a transform looks on.
     """
     W, T = len(weight), x.shape[1]
     if cu_seqlens is not None:
@@ -300,8 +301,25 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any, cu_seqlens: 
     return mixer.mix(config, given) if mixer.takes(config, given) else None
 
 
+def _side_by_side(x, weight, before, cu_seqlens):
+    """`convolve` for sequences packed into one row, each after the W - 1 inputs before it, as one longer row.
+
+    What the convolution makes of the places between two sequences is left out.
+    """
+    W, channels = weight.shape
+    lengths = Sequences.of(cu_seqlens, x.shape[1]).length.tolist()
+    before = x.new_zeros(len(lengths), W - 1, channels) if before is None else before.to(x.dtype)
+    parts = [part for pair in zip(before.unbind(0), x[0].split(lengths), strict=True) for part in pair]
+    row = torch.cat(parts)
+    sizes = [size for n in lengths for size in (n, W - 1)]
+    y = depthwise(row[None], weight)[0].split(sizes[:-1])
+    return torch.cat(y[::2])[None], torch.stack(row.split(sizes)[1::2])
+
+
 def _packed(x, weight, before, cu_seqlens):
-    """`convolve` for sequences packed into one row, by its kernels; None where these cannot run."""
+    """`convolve` for sequences packed into one row; None where neither kernels nor this way can run."""
+    if x.is_cpu and not is_watched() and len(weight) > 1 and 0 < len(cu_seqlens) - 1 <= x.shape[1]:
+        return _side_by_side(x, weight, before, cu_seqlens)
     if not (x.is_cuda and HAS_TRITON) or is_transformed():
         return None
     from fastweights.torch.kernels import packed_convolution
