@@ -186,7 +186,8 @@ def after_prompts(
         model = new_model(config, device)
         text = torch.arange(n).mul_(7919).remainder_(VOCAB - 1).numpy()
         for _ in range(warm):
-            model.read(text[: min(n, 20_000)])
+            memory = model.read(text[: min(n, 20_000)])
+            model.step(torch.tensor([memory.last], device=device), memory.state)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
