@@ -9,7 +9,7 @@ from oracle import assert_close
 from fastweights.models import config, language_model
 from fastweights.models.mixers import Documents
 from fastweights.refresh import RefreshState
-from fastweights.torch import fwl_train
+from fastweights.torch import fwl_train, fwl_walk
 from fastweights.torch.tree import map_tensors
 
 ROWS = 3
@@ -66,10 +66,11 @@ def poison(monkeypatch):
         monkeypatch.setattr(of, name, fill)
 
 
-@pytest.mark.parametrize("walked", [True, False])
+@pytest.mark.parametrize("walked", [True, "much", False])
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
 def test_is_the_general_form(how, T, C, starts, carried, share, walked, poison, monkeypatch):
     monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if walked else ())
+    monkeypatch.setattr(fwl_walk, "HELD", 0 if walked == "much" else 2**24)
     block = make(**dict(normalizer=3.0, refresh=C) | how)
     x, labels, weights, state, documents = problem(block, T, starts, carried)
     want = general(block, x, labels, weights, state, documents, share)

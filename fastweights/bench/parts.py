@@ -137,8 +137,9 @@ def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int
     gpu = device == "cuda"
     wait = torch.cuda.synchronize if gpu else lambda: None
     kinds = torch.profiler.ProfilerActivity
+    kept = [kinds.CPU, *([kinds.CUDA] if gpu else [])]
     step()
-    with marked(model), torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if gpu else [])]) as profile:
+    with marked(model), torch.profiler.profile(activities=kept, acc_events=True) as profile:
         for _ in range(steps):
             step()
         wait()

@@ -47,12 +47,13 @@ class Readers:
         G: with decay, (rows, C, C), the decay from each token of the chunk to each reader.
     """
 
-    def __init__(self, raw, last, log_read=None, log_g=None):
+    def __init__(self, raw, last, log_read=None, log_g=None, *, like=None):
+        """like: other readers that decay the same, whose tensors serve these too."""
         self.raw, self.last, self.scaled, self.G = raw, last, raw, None
         if log_g is not None:
-            self.g = log_read.exp()
+            self.g = log_read.exp() if like is None else like.g
             self.scaled = raw * self.g
-            self.G = (log_read - log_g.mT).tril_(last).exp_()
+            self.G = (log_read - log_g.mT).tril_(last).exp_() if like is None else like.G
 
     def past(self, P):
         """P (rows, C, C), a number per reader and token, in place: decayed, and zero where a reader does not see."""
@@ -114,7 +115,9 @@ class Segment:
                 self.to_end = (log_g[:, -1:] - log_g).exp_()
                 self.g_end = log_g[:, -1:].exp()
             self.queries = Readers(q, -1 if spec.before else 0, log_read, log_g)
-            self.keys = Readers(erase, -1, log_g, log_g if spec.delta else None)  # keys of the sum rule do not read
+            # Keys of the sum rule do not read; those of the delta rule decay as queries that read after the write.
+            same = None if spec.before else self.queries
+            self.keys = Readers(erase, -1, log_g, log_g if spec.delta else None, like=same)
         if self.g_end is not None:
             self.w_end = self.w * self.to_end
 

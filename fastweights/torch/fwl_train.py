@@ -26,7 +26,10 @@ LONGEST = 8192  # tokens of a row: what earlier tokens cost grows with their num
 
 
 class Trained(NamedTuple):
-    """What `objective` returns: value, the only one that can be differentiated; loss and slow (B, T); the state."""
+    """What `objective` returns: value, the only one that can be differentiated; loss and slow (B, T); the state.
+
+    On a CPU slow is 0 in the first chunks where no token counts.
+    """
 
     value: Tensor
     loss: Tensor

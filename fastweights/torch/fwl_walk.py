@@ -19,8 +19,14 @@ from fastweights.torch import cross_entropy, fwl_dual
 from fastweights.torch.fwl_dual import Rows, Weights
 
 
+HELD = 2**24  # probabilities that the forward pass keeps for the backward pass; more are computed again
+
+
 class Read(NamedTuple):
-    """What the backward pass needs of a chunk; what was written is None for the last one, which nothing learns from."""
+    """What the backward pass needs of a chunk; what was written is None for the last one, which nothing learns from.
+
+    log_sum: of the logits (B C,);  or, where these are few, what the softmax misses the label by, p - [v = y] (B C, V).
+    """
 
     W1: Tensor
     W2: Tensor
@@ -45,6 +51,7 @@ class Walk(fwl_dual.Pass):
         self.x = rows.x.view(self.B, self.n, self.C, self.D).transpose(0, 1).contiguous()
         self.age = 1.0 if config.decay is None else config.decay**self.C
         self.read: list[Read] = []
+        self.few = self.B * self.L * len(w.words) <= HELD and w.words.dtype == self.wide
         # Rows whose next chunk is of another document, for every chunk but the last.
         follows = rows.mask.diagonal(-1, 1, 2) != 0  # (B, n - 1)
         self.resets = [[] if plain else (~follows[:, c]).nonzero()[:, 0].tolist() for c in range(self.n - 1)]
@@ -75,9 +82,9 @@ class Walk(fwl_dual.Pass):
         a = torch.empty_like(h)
         r = passes.hidden(h, b1, a)
         norm, features = passes.normal(torch.bmm(a, W2), b2, scale, shift, config.eps)
-        flat, labels, learns = features.flatten(0, 1), self.labels[c].flatten(), c < self.n - 1
-        log_sum, head, _, _ = cross_entropy.score(flat, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
-        losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.C)
+        flat = features.flatten(0, 1)
+        losses, log_sum, head = self._scored(flat, self.labels[c].flatten(), learns=c < self.n - 1)
+        losses = losses.view(self.B, self.C)
         kept = Read(W1, W2, r, a, norm, scale, flat, log_sum)
         if head is None:
             self.read.append(kept)
@@ -91,6 +98,43 @@ class Walk(fwl_dual.Pass):
         torch.mul(self.raw[:, c], self.steps, out=self.sums[:, c])
         self.read.append(kept._replace(head=head, u=u, g2=g2, v1=v1, v2=v2))
         return losses, self._written(c, W1, w.W1, x, v1), self._written(c, W2, w.W2, a, v2)
+
+    def _scored(self, n, labels, *, learns):
+        """Losses of features n (B C, E), what the backward pass needs of the softmax, and where wanted r (B C, E)."""
+        w = self.w
+        if not self.few:
+            log_sum, r, _, _ = cross_entropy.score(n, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
+            return cross_entropy.losses(n, w.words, w.c, labels, log_sum), log_sum, r
+        log_p = torch.addmm(w.c, n, w.words.mT).log_softmax(1)
+        at = labels[:, None]
+        losses = log_p.gather(1, at).neg_()[:, 0]
+        missed = log_p.exp_().scatter_add_(1, at, self.ones.neg()[:, None])
+        return losses, missed, torch.mm(missed, w.words) if learns else None
+
+    def _scored_back(self, c, saved, dr):
+        """The gradient of features n (B C, E), from those of losses and, where there is one, dr of r.
+
+        With m = p - [v = y], e = E dr and s = p . e:  dz = m (dloss - s) + p e - [v = y] s.
+        """
+        w, labels, dloss = self.w, self.labels[c].flatten(), self.weights[c].flatten()
+        if not self.few:
+            r = None if dr is None else saved.head.flatten(0, 1)
+            return cross_entropy.score_backward(
+                saved.n, w.words, w.c, labels, saved.log_sum, r, dloss, dr, self.dwords, self.dc
+            )
+        missed, at = saved.log_sum, labels[:, None]
+        if dr is None:
+            dz = missed * dloss[:, None]
+        else:
+            e = torch.mm(dr, w.words.mT)
+            mine = e.gather(1, at)
+            pe = e.mul_(missed).scatter_add_(1, at, mine)
+            s = pe.sum(1, keepdim=True)
+            dz = pe.addcmul_(missed, dloss[:, None] - s).scatter_add_(1, at, -s)
+            self.dwords.addmm_(missed.mT, dr)
+        self.dwords.addmm_(dz.mT, saved.n)
+        self.dc += dz.sum(0)
+        return torch.mm(dz, w.words)
 
     def _written(self, c, now, trained, keys, values):
         """The weights of each row after chunk c."""
@@ -139,7 +183,7 @@ class Walk(fwl_dual.Pass):
 
     def _chunk_back(self, c, dx, dS1, dS2, dW1, dW2):
         """dx of chunk c; dS1 and dS2 become the gradients of the weights before it, from those after it."""
-        w, passes, saved, x = self.w, self.passes, self.read[c], self.x[c]
+        passes, saved, x = self.passes, self.read[c], self.x[c]
         every, exact, learns = self._every(), not self.config.first_order, saved.u is not None
         dhead: Any = None
         dr = du = second = da = dhead
@@ -155,11 +199,7 @@ class Walk(fwl_dual.Pass):
         if da is None:
             dx.zero_()
             da = torch.zeros_like(saved.r)
-        dfeatures = cross_entropy.score_backward(
-            saved.n, w.words, w.c, self.labels[c].flatten(), saved.log_sum,
-            None if dhead is None else saved.head.flatten(0, 1), self.weights[c].flatten(), dhead,
-            self.dwords, self.dc,
-        ).view(self.B, self.C, self.E)  # fmt: skip
+        dfeatures = self._scored_back(c, saved, dhead).view(self.B, self.C, self.E)
         dy, dh = torch.empty_like(dfeatures, dtype=x.dtype), torch.empty_like(saved.r)
         passes.output(dfeatures, saved.norm, saved.scale, second, dy, every)
         da.baddbmm_(dy, saved.W2.mT)
@@ -193,6 +233,17 @@ class Walk(fwl_dual.Pass):
         return (du, dr, dhead.flatten(0, 1), second) if exact else (None, None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:
-        """The losses (B, L) of the trained weights alone, and gradients of x and of the weights, times `slow`."""
-        self.h = self.rows.x @ self.w.W1
-        return super().slow()
+        """The losses (B, L) of the trained weights alone, and gradients of x and of the weights, times `slow`.
+
+        Tokens that waited in the state before these have counted already; where they fill the first chunks, these are
+        not read again.
+        """
+        counts = self.rows.slow.view(self.B, self.n, self.C).abs().sum((0, 2)).nonzero()
+        first = int(counts[0]) * self.C if len(counts) else 0
+        whole, length = self.rows, self.L
+        self.rows = whole._replace(x=whole.x[:, first:], labels=whole.labels[:, first:], slow=whole.slow[:, first:])
+        self.L, self.h = length - first, self.rows.x @ self.w.W1
+        losses, dx, dw = super().slow()
+        self.rows, self.L = whole, length
+        before = (first, 0)
+        return torch.nn.functional.pad(losses, before), torch.nn.functional.pad(dx, (0, 0, *before)), dw
