@@ -18,7 +18,6 @@ from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy, fwl_dual
 from fastweights.torch.fwl_dual import Rows, Weights
 
-
 HELD = 2**24  # probabilities that the forward pass keeps for the backward pass; more are computed again
 
 
