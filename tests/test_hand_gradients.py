@@ -15,19 +15,28 @@ def plain_unit(x):
     return x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt()
 
 
-def plain_packed(x, weight, before):
-    """Sequences of 3, 0, 1 and 5 tokens, one after the other."""
-    parts = zip(before, x[0].split(LENGTHS), strict=True)
+def plain_packed(x, weight, before, lengths):
+    """Sequences one after the other."""
+    parts = zip(before, x[0].split(lengths), strict=True)
     return torch.cat([plain_depthwise(torch.cat([b, y])[None], weight) for b, y in parts], 1)
 
 
-LENGTHS, OFFSETS = [3, 0, 1, 5], torch.tensor([0, 3, 3, 4, 9])
+def packed(*lengths):
+    """A case of packed sequences: outputs and the last inputs of each."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    last = lambda x, before: [torch.cat([b, y])[-3:] for b, y in zip(before, x[0].split(lengths), strict=True)]  # noqa: E731
+    return (
+        lambda x, weight, before: torch.cat([y.flatten() for y in hand_gradients.convolve(x, weight, before, offsets)]),
+        lambda x, weight, before: torch.cat(
+            [plain_packed(x, weight, before, lengths).flatten(), torch.stack(last(x, before)).flatten()]
+        ),
+        [(1, 6, 2), (4, 2), (len(lengths), 3, 2)],
+    )
+
+
 CASES = {
-    "packed": (
-        lambda x, weight, before: hand_gradients.convolve(x, weight, before, OFFSETS)[0],
-        plain_packed,
-        [(1, 9, 3), (4, 3), (4, 3, 3)],
-    ),
+    "packed": packed(3, 0, 1, 2),
+    "packed, of one length": packed(3, 3, 0),
     "depthwise": (hand_gradients.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
     "unit": (lambda x: hand_gradients.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
     "scaled unit": (lambda x: hand_gradients.unit(x, 1e-6, 0.5), lambda x: plain_unit(x) / 2, [(2, 5, 4)]),
@@ -68,7 +77,8 @@ def test_first_and_second_derivatives(case):
 
 
 def test_vmap_of_the_gradient(case, request):
-    if request.node.callspec.params["case"] in ("gated norm", "norm with a sigmoid, in cache", "packed"):
+    kinds = ("gated norm", "norm with a sigmoid, in cache", "packed", "packed, of one length")
+    if request.node.callspec.params["case"] in kinds:
         pytest.skip("transforms get the plain form")
     function, plain, inputs = case
     stacked = torch.stack([inputs[0].detach(), 2 * inputs[0].detach()])
@@ -102,3 +112,15 @@ def test_gradients_of_a_convolution_are_wide_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = torch.autograd.grad(hand_gradients.depthwise(x, weight).sin().sum(), [x, weight])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["packed", "packed, of one length"])
+def test_a_compiled_convolution_is_the_eager_one_to_the_last_bit(name):
+    function, _, shapes = CASES[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    (got, dgot), (want, dwant) = (
+        (y.detach(), torch.autograd.grad(y.sin().sum(), inputs)) for y in (compiled(*inputs), function(*inputs))
+    )
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(dgot, dwant, strict=True))

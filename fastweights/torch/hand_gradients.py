@@ -12,7 +12,6 @@ from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.debugging import debugging
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
-from fastweights.torch.packing import Sequences
 from fastweights.torch.tracing import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
@@ -220,16 +219,23 @@ class Depthwise(torch.autograd.Function):
         """
         x, weight = ctx.saved_tensors
         W, T = len(weight), dy.shape[1]
-        around = functional.pad(dy, (0, 0, W - 1, W - 1))
         if torch.is_grad_enabled():  # a second derivative: nothing in place
+            around = functional.pad(dy, (0, 0, W - 1, W - 1))
             dx = sum(around[:, W - 1 - j : 2 * W - 2 - j + T] * weight[j] for j in range(W))
             return dx, torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(W)])
-        sums = accumulation_dtype(weight.dtype)  # over all tokens
-        dweight = torch.zeros_like(weight, dtype=sums)
-        for a, b in _tokens_in_cache(dy):
-            for j in range(W):
-                dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1), dtype=sums)
-        return Depthwise.forward(around, weight.flip(0)), dweight.to(weight.dtype)
+        return depthwise_backward(x, weight, dy)
+
+
+def depthwise_backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and weight from that of `Depthwise`, where nothing is differentiated once more."""
+    W = len(weight)
+    sums = accumulation_dtype(weight.dtype)  # over all tokens
+    dweight = torch.zeros_like(weight, dtype=sums)
+    for a, b in _tokens_in_cache(dy):
+        for j in range(W):
+            dweight[j] += (dy[:, a:b] * x[:, a + j : b + j]).sum((0, 1), dtype=sums)
+    around = functional.pad(dy, (0, 0, W - 1, W - 1))
+    return Depthwise.forward(around, weight.flip(0)), dweight.to(weight.dtype)
 
 
 def _tokens_in_cache(x):
@@ -261,7 +267,7 @@ def convolve(
     """`depthwise` of x (B, T, channels) after the W - 1 inputs `before` it, zeros when absent, and the last W - 1.
 
     Those are a copy where they are less than half: a state that is kept must not keep all of x.  None for packed
-    sequences where a compiler or a transform looks on.
+    sequences where there is no way of ours.
     """
     W, T = len(weight), x.shape[1]
     if cu_seqlens is not None:
@@ -301,25 +307,12 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any, cu_seqlens: 
     return mixer.mix(config, given) if mixer.takes(config, given) else None
 
 
-def _side_by_side(x, weight, before, cu_seqlens):
-    """`convolve` for sequences packed into one row, each after the W - 1 inputs before it, as one longer row.
-
-    What the convolution makes of the places between two sequences is left out.
-    """
-    W, channels = weight.shape
-    lengths = Sequences.of(cu_seqlens, x.shape[1]).length.tolist()
-    before = x.new_zeros(len(lengths), W - 1, channels) if before is None else before.to(x.dtype)
-    parts = [part for pair in zip(before.unbind(0), x[0].split(lengths), strict=True) for part in pair]
-    row = torch.cat(parts)
-    sizes = [size for n in lengths for size in (n, W - 1)]
-    y = depthwise(row[None], weight)[0].split(sizes[:-1])
-    return torch.cat(y[::2])[None], torch.stack(row.split(sizes)[1::2])
-
-
 def _packed(x, weight, before, cu_seqlens):
-    """`convolve` for sequences packed into one row; None where neither kernels nor this way can run."""
-    if x.is_cpu and not is_watched() and len(weight) > 1 and 0 < len(cu_seqlens) - 1 <= x.shape[1]:
-        return _side_by_side(x, weight, before, cu_seqlens)
+    """`convolve` for sequences packed into one row; None where no way of ours can run."""
+    if x.is_cpu and not is_transformed() and len(weight) > 1 and x.shape[1] > 0:
+        from fastweights.torch import packed_rows
+
+        return packed_rows.convolve(x, weight, before, cu_seqlens)
     if not (x.is_cuda and HAS_TRITON) or is_transformed():
         return None
     from fastweights.torch.kernels import packed_convolution
