@@ -71,12 +71,17 @@ def first_token(path):
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
     with FIRST_TOKEN.open() as file:
         rows = list(csv.DictReader(file))
-    columns = dict(seconds="Seconds to the first token", state_mib="MiB carried", tokens_per_second="Tokens/s after it")
+    columns = dict(
+        seconds="Seconds to the first token", state_mib="MiB kept of the prompt", tokens_per_second="Tokens/s after it"
+    )
     for axis, (column, title) in zip(axes, columns.items(), strict=True):
         for model, label, color in (("gated-delta", "gated delta rule", OURS), ("transformer", "transformer", THEIRS)):
             points = [(int(r["tokens"]), float(r[column])) for r in rows if r["model"] == model]
             axis.plot(*zip(*points, strict=True), marker="o", linewidth=2.5, color=color, label=label)
         axis.set(title=title, xlabel="tokens in the prompt", xscale="log", yscale="log")
+        lengths = sorted({int(r["tokens"]) for r in rows})
+        axis.set_xticks(lengths, [f"{n // 2**20}M" if n >= 2**20 else f"{n // 2**10}k" for n in lengths])
+        axis.minorticks_off()
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(color="#e4e4e4")
         axis.legend(frameon=False, fontsize=10)

@@ -82,7 +82,7 @@ def captured(work, inputs, pool=None):
 @pytest.mark.parametrize("changes", [dict(head="linear", layers="gated-delta,softmax", dropout=0.1), dict(head="fwl")])
 def test_captured_steps_train_as_compiled_ones(go, monkeypatch, changes):
     """Other documents in every step, other states, rates and dropout; the graph has seen those of the second alone."""
-    monkeypatch.setattr(fwl_train, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(fwl_train, "WALKED", ())  # the form of a GPU
     wanted = go("compiled", compile=True, **changes)
     monkeypatch.setattr(trainer, "uncaptured", lambda *run: None)
     monkeypatch.setattr(graphs, "capture", captured)

@@ -60,18 +60,20 @@ class Walk(fwl_dual.Pass):
         w, rows, B = self.w, self.rows, self.B
         self.raw, self.sums = (self._new(self.F + 3 * self.E, self.n, dtype=self.wide) for _ in range(2))
         vectors = w.vectors.expand(B, self.n, -1)
-        self.S1, self.S2 = (W.new_zeros(B, *W.shape) for W in (w.W1, w.W2))
+        W1, W2 = (W.expand(B, -1, -1).contiguous() for W in (w.W1, w.W2))
         if rows.S1 is not None and rows.S2 is not None and rows.vectors is not None:
-            self.S1.addcmul_(rows.S1, self.kept[:, 0])
-            self.S2.addcmul_(rows.S2, self.kept[:, 0])
+            W1.addcmul_(rows.S1, self.kept[:, 0])
+            W2.addcmul_(rows.S2, self.kept[:, 0])
             vectors = vectors + rows.kept[..., None] * rows.vectors[:, None]
-        losses = [self._answer(c, vectors[:, c : c + 1]) for c in range(self.n)]
+        losses = []
+        for c in range(self.n):
+            loss, W1, W2 = self._answer(c, vectors[:, c : c + 1], W1, W2)
+            losses.append(loss)
         return torch.cat(losses, 1)
 
-    def _answer(self, c, vectors):
-        """Read chunk c with the weights of each row as they are, and write what is learned; its losses (B, C)."""
+    def _answer(self, c, vectors, W1, W2):
+        """Read chunk c with the weights W1 and W2 of each row: its losses (B, C), and the weights after it."""
         w, config, passes, x = self.w, self.config, self.passes, self.x[c]
-        W1, W2 = w.W1 + self.S1, w.W2 + self.S2
         if c:
             vectors = torch.baddbmm(vectors, self.rows.mask[:, c : c + 1, :c], self.sums[:, :c])
         b1, b2, scale, shift = self._split(vectors)
@@ -85,7 +87,7 @@ class Walk(fwl_dual.Pass):
         kept = Read(W1, W2, r, a, norm, scale, flat, log_sum)
         if head is None:
             self.read.append(kept)
-            return losses
+            return losses, W1, W2
         head, every = head.view(features.shape), self._every()
         g2, v2, v1 = torch.empty_like(features), torch.empty_like(features), torch.empty_like(h)
         passes.write_second(head, self.share[c], norm, scale, w.e, config.clip, g2, v2, every)
@@ -94,9 +96,7 @@ class Walk(fwl_dual.Pass):
         torch.sum(every, 1, dtype=self.wide, out=self.raw[:, c])
         torch.mul(self.raw[:, c], self.steps, out=self.sums[:, c])
         self.read.append(kept._replace(head=head, u=u, g2=g2, v1=v1, v2=v2))
-        self._write(c, self.S1, x, v1)
-        self._write(c, self.S2, a, v2)
-        return losses
+        return losses, self._written(c, W1, w.W1, x, v1), self._written(c, W2, w.W2, a, v2)
 
     def _scored(self, n, labels, *, learns):
         """Losses of features n (B C, E), what the backward pass needs of the softmax, and where wanted r (B C, E)."""
@@ -135,26 +135,25 @@ class Walk(fwl_dual.Pass):
         self.dc += dz.sum(0)
         return torch.mm(dz, w.words)
 
-    def _write(self, c, S, keys, values):
-        """What each row has learned, after chunk c."""
-        S.baddbmm_(keys.mT, values, beta=self.age)
+    def _written(self, c, now, trained, keys, values):
+        """The weights of each row after chunk c."""
+        after = torch.baddbmm(now, keys.mT, values, beta=self.age)
+        if self.age != 1.0:
+            after.add_(trained, alpha=1.0 - self.age)
         for row in self.resets[c]:
-            S[row] = 0
+            after[row] = trained
+        return after
 
     def learned(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a row has learned in this window before its chunk `last` (B,): changes of W1, W2 and the vectors."""
-        rows, row = self.rows, torch.arange(self.B, device=last.device)
-        mask, found = rows.mask[row, last], []
-        early = [(b, c) for b, c in enumerate(last.tolist()) if c < self.n - 1]
-        for S, carried, keys, values in (
-            (self.S1, rows.S1, self.x, [read.v1 for read in self.read]),
-            (self.S2, rows.S2, [read.a for read in self.read], [read.v2 for read in self.read]),
-        ):
-            S = S.to(self.wide) if carried is None else S.to(self.wide) - carried * rows.kept[:, -1:, None]
-            for b, c in early:  # rows that end before the last chunk
-                S[b] = sum((keys[j][b].mT @ values[j][b] * mask[b, j] for j in range(c)), torch.zeros_like(S[b]))
-            found.append(S)
-        return found[0], found[1], torch.bmm(mask[:, None], self.sums)[:, 0]
+        w, rows, row = self.w, self.rows, torch.arange(self.B, device=last.device)
+        found = []
+        for name, trained, carried in (("W1", w.W1, rows.S1), ("W2", w.W2, rows.S2)):
+            S = torch.stack([getattr(self.read[c], name)[b] for b, c in enumerate(last.tolist())]) - trained
+            if carried is not None:
+                S.addcmul_(carried, rows.kept[row, last].to(S.dtype)[:, None, None], value=-1)
+            found.append(S.to(self.wide))
+        return found[0], found[1], torch.bmm(rows.mask[row, last][:, None], self.sums)[:, 0]
 
     def backward(self) -> tuple[Tensor, Weights]:
         """Gradients of x and of the weights, of the sum of losses times `weights`."""
