@@ -9,16 +9,17 @@ GPU, whose library makes some narrow products in float32 all the same, and of on
 sequences are held to the same, each by itself. Single tokens, which have a kernel of their own, are held to the loop
 alone. Then: 1000 runs are bit-identical, and a CUDA graph replays them.
 
-Most of the time is compilation. The cases are shared out to processes (--jobs), and Triton keeps on disk what it
-compiled (~/.triton/cache, or TRITON_CACHE_DIR): the same code is checked again in a fraction of the time.
+Most of the time is compilation. Processes (--jobs) take one case after the other, the longest first, and Triton keeps
+on disk what it compiled (~/.triton/cache, or TRITON_CACHE_DIR): the same code is checked again in a fraction of the
+time.
 """
 
 import argparse
 import itertools
 import os
-import subprocess
 import sys
 import time
+from multiprocessing import get_context
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +36,8 @@ FULL = dict(B=8, T=130, H=2, K=64, V=64, dtype=torch.bfloat16, rule="delta", rea
 def problem(B, T, H, K, V, dtype, beta, decay, *, erase=False, repeat=False, sequences=None, **_):
     """Inputs by name, rounded to dtype; unit keys.
 
-    decay: True, one per head;  "channel", one per key channel;  "hard", these from none to exp(-400) per token.
+    decay: True, one per head;  "channel", one per key channel;  "hard", these from none to exp(-400) per token;  "hard
+    heads", the same per head, on one token of ten.
     """
     random = torch.Generator(DEVICE).manual_seed(T + K)
     draw = lambda *shape: torch.randn(*shape, generator=random, device=DEVICE)  # noqa: E731
@@ -48,6 +50,11 @@ def problem(B, T, H, K, V, dtype, beta, decay, *, erase=False, repeat=False, seq
         kinds = torch.tensor([0.0, -1e-3, -0.5, -30.0, -400.0], device=DEVICE)
         x["log_decay"] = kinds[torch.randint(5, (B, T, H, K), generator=random, device=DEVICE)]
         x["log_decay"][..., 0] = 0.0
+    elif decay == "hard heads":
+        kinds = torch.tensor([0.0, -1e-3, -0.05, -30.0, -400.0], device=DEVICE)
+        often = torch.tensor([0.3, 0.3, 0.3, 0.07, 0.03], device=DEVICE)
+        drawn = torch.multinomial(often, B * T * H, replacement=True, generator=random)
+        x["log_decay"] = kinds[drawn].view(B, T, H)
     elif decay:
         x["log_decay"] = -draw(B, T, H, *([K] if decay == "channel" else [])).exp() / 8
     if erase:
@@ -152,6 +159,11 @@ def cases():
     for dtype in (torch.bfloat16, torch.float32):
         yield dict(B=1, T=300, dtype=dtype, cuts=(0, 1, 130, 130, 300))
         yield dict(B=1, T=300, dtype=dtype, cuts=(0, 64, 192, 300), rule="sum", read="before")
+    for decay, read in itertools.product((True, False, "hard heads"), ("after", "before")):
+        yield dict(B=2, T=1152, K=128, V=128, decay=decay, read=read)  # several spans
+    yield dict(B=2, T=1152, K=64, V=128, rule="sum", beta=False)
+    for decay in (True, False):
+        yield dict(T=128, H=10, K=128, V=128, decay=decay)  # more programs than multiprocessors
     yield dict(B=1, T=16384, H=1, read="before")  # cut into segments
     yield dict(B=1, T=16384, H=1, K=128, V=128, decay=False, rule="sum")
 
@@ -178,6 +190,7 @@ def general():
         yield dict(B=1, T=300, dtype=dtype, cuts=(0, 1, 130, 130, 300), decay="channel", erase=True)
         yield dict(B=1, T=300, dtype=dtype, cuts=(0, 64, 192, 300), decay="hard", rule="sum", read="before")
         yield dict(dtype=dtype, repeat=True, decay="channel")
+    yield dict(T=128, H=10, K=128, V=128, decay="channel")  # more programs than multiprocessors
     yield dict(B=1, T=16384, H=1, decay="channel", read="before")  # cut into segments
     yield dict(B=1, T=16384, H=1, K=128, V=128, decay="channel", rule="sum")
     for T in (1, 63, 64, 65, 1000):
@@ -264,55 +277,64 @@ def plan(check, case):
         torch.set_float32_matmul_precision("highest")
 
 
-def quick():
-    """(the fewest checks that take every branch, how many branches there are). The loop over tokens costs, too."""
-    found = []
+def cost(case, launches):
+    """About how long a case takes: kernels to compile, of much more code in float32, and a loop over tokens."""
+    case = FULL | case
+    return launches * (4 if case["dtype"] == torch.float32 else 1) + case["T"] / 100
+
+
+def planned():
+    """(check and case, its branches, its cost) of every check."""
     for check, case in checks():
         launches = plan(check, case)
         taken = set().union(*(kernel_branches.branches(launch) for launch in launches))
-        found.append(((check, case), taken, len(launches) + (FULL | case)["T"] / 200))
-    return kernel_branches.fewest(found)
+        yield (check, case), taken, cost(case, len(launches))
 
 
-def run(some):
-    """Run checks, say how each went, and return how many failed."""
-    failures = 0
-    for check, case in some:
-        began = time.perf_counter()
-        bad, (name, error, allowed) = check(**case)
-        failures += bool(bad)
-        share = f"{error / max(allowed, 1e-30):5.2f} of allowed in {name:10s} ({error:.1e})"
-        took = f"{time.perf_counter() - began:5.1f} s"
-        print("FAIL" if bad else "ok  ", share, took, check.__name__, case, bad or "", flush=True)
-    return failures
+def quick(calls=None):
+    """(the fewest checks that take every branch, how many branches there are)."""
+    return kernel_branches.fewest(calls or list(planned()))
+
+
+def run(job):
+    """Run one check, say how it went, and return whether it failed."""
+    check, case = job
+    began = time.perf_counter()
+    if check in (repeats, replays):
+        check(**case)
+        print("ok  ", f"{time.perf_counter() - began:5.1f} s", check.__name__, case, flush=True)
+        return False
+    bad, (name, error, allowed) = check(**case)
+    share = f"{error / max(allowed, 1e-30):5.2f} of allowed in {name:10s} ({error:.1e})"
+    took = f"{time.perf_counter() - began:5.1f} s"
+    print("FAIL" if bad else "ok  ", share, took, check.__name__, case, bad or "", flush=True)
+    return bool(bad)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
     parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes side by side")
-    parser.add_argument("--part", type=int, help="only this one of `jobs` parts, in this process")
     asked = parser.parse_args()
-    if asked.part is None and asked.jobs > 1:
-        command = [sys.executable, "-m", "benchmarks.check_kernels", *sys.argv[1:], "--jobs", str(asked.jobs), "--part"]
-        parts = [subprocess.Popen([*command, str(part)]) for part in range(asked.jobs)]
-        failures = sum(part.wait() != 0 for part in parts)
-        print("all held" if not failures else f"{failures} of {asked.jobs} parts had failures")
-        sys.exit(bool(failures))
-    part, jobs = asked.part or 0, asked.jobs if asked.part is not None else 1
-    some = checks()
+    began, calls = time.perf_counter(), list(planned())
+    some, costs = [job for job, *_ in calls], [cost for *_, cost in calls]
     if asked.quick:
-        some, number = quick()
-        if part == 0:
-            print(f"{len(some)} of {len(checks())} cases take all {number} branches", flush=True)
-    failures = run(some[part::jobs])
-    if part == 0:
-        repeats(B=4, T=1000, H=4, K=128, V=128)
-        repeats(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)
-        repeats(B=4, T=1000, H=4, K=128, V=128, decay="channel", erase=True)
-        replays(B=2, T=256, K=128, V=128)
-        replays(B=2, T=256, K=128, V=128, decay="channel")
-        print("1000 runs bit-identical; a CUDA graph replays them")
+        some, number = quick(calls)
+        costs = [next(cost for job, _, cost in calls if job is one) for one in some]
+        print(f"{len(some)} of {len(calls)} cases take all {number} branches", flush=True)
+    some = [job for _, job in sorted(zip(costs, some, strict=True), key=lambda x: -x[0])]
+    some += [
+        (repeats, dict(B=4, T=1000, H=4, K=128, V=128)),
+        (repeats, dict(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)),
+        (repeats, dict(B=4, T=1000, H=4, K=128, V=128, decay="channel", erase=True)),
+        (replays, dict(B=2, T=256, K=128, V=128)),
+        (replays, dict(B=2, T=256, K=128, V=128, decay="channel")),
+    ]
+    with get_context("spawn").Pool(asked.jobs) as pool:  # fresh processes: CUDA cannot be forked
+        failures = sum(pool.imap_unordered(run, some))
+    took = f"{time.perf_counter() - began:.0f} s"
+    held = f"all {len(some)} held, 1000 runs are bit-identical, a CUDA graph replays them"
+    print(f"{failures} of {len(some)} failed, {took}" if failures else f"{held}; {took}")
     sys.exit(bool(failures))
 
 

@@ -181,6 +181,14 @@ def test_sections_in_parallel(rng, monkeypatch, rule, decay):
 
 
 @runs
+def test_hard_decays(rng):
+    """None, mild, and so hard that a chunk's whole decay is no number above zero."""
+    args = problem(rng, B=2, T=130, H=1, K=16, V=16)
+    args["log_decay"] = rng.choice([0.0, -1e-3, -0.5, -30.0, -400.0], (2, 130, 1), p=[0.4, 0.2, 0.2, 0.1, 0.1])
+    check(args)
+
+
+@runs
 def test_a_state_carries_across_a_cut(rng):
     args = tensors(problem(rng, B=1, T=130, H=2, K=16, V=16), torch.float32)
     o, S = fast_weight(**args, method="kernel")

@@ -8,11 +8,11 @@ from functools import cache
 
 import torch
 
-# (warps, stages). Walks: by the width of a block of keys and whether there are more programs than multiprocessors, for
-# 16-bit numbers by the TMA unit.
-WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
-REVERSE = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 3)}
-WITH_DECAY = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 3), (128, False): (4, 3)}
+# Walks: (values, warps, stages) by the width of a block of keys and whether there are more programs of 64 values than
+# multiprocessors, for 16-bit numbers by the TMA unit.
+WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 2), (128, False): (64, 4, 3)}
+REVERSE = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 2), (128, False): (64, 4, 3)}
+WITH_DECAY = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 3), (128, False): (64, 4, 3)}
 # (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
@@ -23,7 +23,7 @@ KEYS = {(False, 64): (64, 4, 1), (False, 128): (128, 8, 1), (True, 64): (64, 4, 
 # (warps, stages), by the width of a block of keys.
 INVERSE = {64: (4, 1), 128: (4, 1)}
 # The same for general memories, whose chunks are larger.
-GENERAL_WALK = {(64, True): (4, 3), (64, False): (4, 3), (128, True): (4, 2), (128, False): (4, 2)}
+GENERAL_WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (64, 4, 2)}
 # Their other kernels, by whether numbers are float32: (keys, warps, stages) and (keys, values, warps, stages).
 GENERAL_PREPARE = {False: (64, 4, 1), True: (64, 4, 1)}
 GENERAL_GRADIENTS = {False: (64, 128, 4, 1), True: (64, 64, 4, 1)}
@@ -74,7 +74,8 @@ def walks(layout, k, V, table):
         return False, BK, BV, 8, 1
     if uses_tma(layout, k, BK, V, 64):
         many = layout.sequences * k.shape[2] * -(-V // 64) > _multiprocessors(k.device)
-        return True, BK, 64, *table[BK, many]
+        BV, warps, stages = table[BK, many]
+        return (True, BK, BV, warps, stages) if V % BV == 0 else (True, BK, 64, 4, stages)
     return False, BK, BV, 4, 2
 
 
@@ -106,7 +107,7 @@ def local(q, V):
 
 def inverse(k):
     """(BK, warps, stages) of the inverses."""
-    BK = 128 if k.shape[-1] > 64 else 64
+    BK = 128 if k.shape[-1] > 64 and k.dtype != torch.float32 else 64  # float32: half as much to compile
     return BK, *INVERSE[BK]
 
 

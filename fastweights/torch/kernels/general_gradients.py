@@ -83,11 +83,12 @@ def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.cons
 
 
 @triton.jit
-def _of_pairs(x, w, log_a, sign, dP, at, dx, dw, total, often, C: tl.constexpr, OWN: tl.constexpr,
+def _of_pairs(x, w, log_a, sign, dP, at, dx, dw, total, often, own, C: tl.constexpr, BEFORE: tl.constexpr,
               LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
     """What pairs of readers x and writers w add to their gradients dx and dw, and to that of log_decay, `total`.
 
-    dP: the gradient of what readers read of each error.  OWN: readers see their own token's decay.
+    dP: the gradient of what readers read of each error.  own: readers see their own token's decay, as all do unless
+    BEFORE.
     """
     low: tl.constexpr = dP.dtype.element_ty
     i = tl.arange(0, C)
@@ -96,8 +97,8 @@ def _of_pairs(x, w, log_a, sign, dP, at, dx, dw, total, often, C: tl.constexpr, 
     for step in range(0, often + 1):
         last = step == often
         to_reader, to_boundary = factors(sign, log_a, step, C, True, LIMIT, SUMS)
-        if not OWN:
-            to_reader, _ = factors(sign, log_a, step, C, False, LIMIT, SUMS)
+        if BEFORE:
+            to_reader, _ = factors(sign, log_a, step, C, own, LIMIT, SUMS)
         reader, written = short(x * to_reader, low, PRECISION), short(w * to_boundary, low, PRECISION)
         of_reader = product(tl.where(meet(step, last, C), tl.load(dP + pair), 0.0).to(low), written, None, PRECISION)
         dx += of_reader * to_reader
@@ -105,8 +106,8 @@ def _of_pairs(x, w, log_a, sign, dP, at, dx, dw, total, often, C: tl.constexpr, 
         P = tl.where(meet(step, last, C, True), tl.load(dP + turned), 0.0).to(low)
         of_writer = product(P, reader, None, PRECISION)
         dw += of_writer * to_boundary
-        if not OWN:
-            total += decay_between(sign, crossing, step, last, C, False, SUMS)
+        if BEFORE:
+            total += decay_between(sign, crossing, step, last, C, own, SUMS)
             crossing = tl.zeros_like(crossing)
         crossing += tl.where(last, -of_writer, of_writer) * written
         total += decay_between(sign, crossing, step, last, C, True, SUMS)
@@ -134,26 +135,31 @@ def _by_cuts(q, k, erase, beta, log_a, end, kept, often, sign, S, D, do, e, dv, 
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
              SUMS: tl.constexpr):  # fmt: skip
-    """All gradients of BK channels of a chunk that is cut in two `often` times. kept: sums of S times D."""
-    e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
+    """All gradients of BK channels of a chunk that is cut in two `often` times. kept: sums of S times D.
+
+    Queries and erase keys read alike: one code does both in turn, so that it is compiled once.
+    """
+    _, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
     dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
     dw *= tl.exp(add_up(sign, 2, log_a, C, SUMS))
     total = add_up(sign, 1, w_i * dw, C, SUMS) + (kept * tl.exp(end))[None, :]
-    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
-    dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-    dm *= tl.exp(add_up(sign, 1 if BEFORE else 0, log_a, C, SUMS))
-    total += add_up(sign, 2 if BEFORE else 3, q_i * dm, C, SUMS)
-    dm, dw, total = _of_pairs(
-        q_i, w_i, log_a, sign, dA, at, dm, dw, total, often, C, not BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
-    store_tile(dq, dm, token, head, first_d, left, H, K, C, BK)
-    if DELTA:
-        dm = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-        dm *= tl.exp(add_up(sign, 0, log_a, C, SUMS))
-        total += add_up(sign, 3, e_i * dm, C, SUMS)
+    dm = tl.zeros_like(dw)
+    for kind in range(0, 2 if DELTA else 1):
+        x, dread, dP, gives = q, do, dA, 1.0
+        own = kind == 1 if BEFORE else True
+        if DELTA:  # noqa: SIM102 - there may be no dv
+            if kind == 1:
+                x, dread, dP, gives = k if erase is None else erase, dv, dM, -1.0
+        x_i = load_tile(x, token, head, first_d, left, H, K, C, BK)
+        dm = gives * _of_memory(dread, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        dm *= tl.exp(add_up(sign, 0 if not BEFORE else tl.where(own, 0, 1), log_a, C, SUMS))
+        total += add_up(sign, 3 if not BEFORE else tl.where(own, 3, 2), x_i * dm, C, SUMS)
         dm, dw, total = _of_pairs(
-            e_i, w_i, log_a, sign, dM, at, dm, dw, total, often, C, True, LIMIT, PRECISION, SUMS)  # fmt: skip
-        if erase is not None:
-            store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
+            x_i, w_i, log_a, sign, dP, at, dm, dw, total, often, own, C, BEFORE, LIMIT, PRECISION, SUMS)  # fmt: skip
+        if kind == 0:
+            store_tile(dq, dm, token, head, first_d, left, H, K, C, BK)
+    if DELTA and erase is not None:
+        store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
     store_tile(dlog_decay, total, token, head, first_d, left, H, K, C, BK)
     _of_keys(k, beta, dw, dm, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
 

@@ -45,15 +45,20 @@ def _bounded(log, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _load_decay(log_decay, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-                BK: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
-                dtype: tl.constexpr):  # fmt: skip
+def _load_log(log_decay, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+              BK: tl.constexpr):  # fmt: skip
+    """log_decay of BK channels, transposed, [BK, C], in bfloat16 if it came so, else in float32."""
+    given: tl.constexpr = tl.bfloat16 if log_decay.dtype.element_ty == tl.bfloat16 else tl.float32
+    return tl.trans(load_channels(log_decay, token, head, first, left, H, K, C, BK, given))
+
+
+@triton.jit
+def _decay(log_a, C: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+           dtype: tl.constexpr):  # fmt: skip
     """(decay from halfway to each token;  the same to what its query reads;  half of the chunk's, its logarithm).
 
     Transposed, [BK, C], [BK, C] and [BK]. dtype: of the matrix that sums, bfloat16 or float32.
     """
-    given: tl.constexpr = tl.bfloat16 if log_decay.dtype.element_ty == tl.bfloat16 else tl.float32
-    log_a = tl.trans(load_channels(log_decay, token, head, first, left, H, K, C, BK, given))
     half = 0.5 * tl.sum(log_a.to(tl.float32), 1)
     log = _sums(log_a, _before(C, True, dtype), PRECISION) - half[:, None]
     to_key = _bounded(log, LIMIT)
@@ -76,13 +81,17 @@ def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, hard, of_sequenc
     M_i = tl.zeros([C, C], tl.float32)
     least = 0.0
     for first in range(0, K, BK):
-        to_key, to_query, half = _load_decay(
-            log_decay, token, head, first, left, H, K, C, BK, BEFORE, LIMIT, PRECISION, low)  # fmt: skip
+        log_a = _load_log(log_decay, token, head, first, left, H, K, C, BK)
+        if not DELTA:  # read before it is needed, where there are registers for it
+            _, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, False)
+            q_i = load_tile(q, token, head, first, left, H, K, C, BK)
+        to_key, to_query, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
         least = tl.minimum(least, tl.min(half, 0))
         channel = first + tl.arange(0, BK)
         tl.store(g_end + at * K + channel, tl.exp(2.0 * half), mask=channel < K)
         to_key, to_query, to_half = tl.trans(to_key), tl.trans(to_query), tl.exp(half)[None, :]
-        e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, DELTA)
+        if DELTA:
+            e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, True)
         x = w_i / to_key
         written = tl.trans(x.to(low))
         store_tile(W, x * to_half, token, head, first, left, H, K, C, BK)
@@ -90,7 +99,9 @@ def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, hard, of_sequenc
             x = e_i * to_key
             M_i = product(x.to(low), written, M_i, PRECISION)
             store_tile(E, x * to_half, token, head, first, left, H, K, C, BK)
-        x = load_tile(q, token, head, first, left, H, K, C, BK) * to_query
+        if DELTA:
+            q_i = load_tile(q, token, head, first, left, H, K, C, BK)
+        x = q_i * to_query
         A_i = product(x.to(low), written, A_i, PRECISION)
         store_tile(Q, x * to_half, token, head, first, left, H, K, C, BK)
     tl.store(hard + at, (least <= -LIMIT).to(tl.int32))
@@ -100,17 +111,6 @@ def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, hard, of_sequenc
     if DELTA:
         M_i = tl.where(i[:, None] > i[None, :], M_i, 0.0)
         tl.store(X + to, _invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
-
-
-@triton.jit
-def _of_memory(x, M, at, token, head, left, first_d, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-               C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """(x M)^T [BK, C] for values x (tokens, H, V) and BK columns of matrices M (V, K)."""
-    g = tl.zeros([BK, C], tl.float32)
-    for first in range(0, V, BV):
-        M_i = tl.trans(load_block(M, at, first, first_d, V, K, BV, BK))  # [BK, BV]
-        g = product(M_i, tl.trans(load_tile(x, token, head, first, left, H, V, C, BV)), g, PRECISION)
-    return g
 
 
 @triton.jit
@@ -135,39 +135,57 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     token, left = find_row(of_row, T, per, row, C, PACKED)
     low: tl.constexpr = dA.dtype.element_ty
     i = tl.arange(0, C)
+    # All that is read comes first, so that one wait is for all of it.
+    log_a = _load_log(log_decay, token, head, first_d, left, H, K, C, BK)
+    k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))
+    q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
+    pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
+    w_i = k_i
+    if beta is not None:
+        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+        w_i = k_i * b[None, :]
+    if DELTA:
+        pairs_of_keys = load_block(dM, at, 0, 0, C, C, C, C)
+        e_i = k_i
+        if erase is not None:
+            e_i = tl.trans(load_tile(erase, token, head, first_d, left, H, K, C, BK))
+    # Through the memory: what writers, queries and keys give, and what it keeps of before.
     kept = tl.zeros([BK], tl.float32)
-    for first in range(0, V, 64):
-        S_i = load_block(S, at, first, first_d, V, K, 64, BK).to(tl.float32)
-        kept += tl.sum(S_i * load_block(D, at, first, first_d, V, K, 64, BK), 0)
-    to_key, to_query, half = _load_decay(
-        log_decay, token, head, first_d, left, H, K, C, BK, BEFORE, LIMIT, PRECISION, low
-    )
+    dw = tl.zeros([BK, C], tl.float32)
+    dq_i = tl.zeros([BK, C], tl.float32)
+    dm = tl.zeros([BK, C], tl.float32)
+    for first in range(0, V, BV):
+        S_i = load_block(S, at, first, first_d, V, K, BV, BK)
+        D_i = load_block(D, at, first, first_d, V, K, BV, BK)
+        written = tl.trans(load_tile(e, token, head, first, left, H, V, C, BV))
+        of_queries = tl.trans(load_tile(do, token, head, first, left, H, V, C, BV))
+        if DELTA:
+            of_keys = tl.trans(load_tile(dv, token, head, first, left, H, V, C, BV))
+        kept += tl.sum(S_i.to(tl.float32) * D_i, 0)
+        dw = product(tl.trans(D_i), written, dw, PRECISION)
+        dq_i = product(tl.trans(S_i), of_queries, dq_i, PRECISION)
+        if DELTA:
+            dm = product(tl.trans(S_i), of_keys, dm, PRECISION)
+    to_key, to_query, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
     to_half = tl.exp(half)[:, None]
-    _, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, False)
-    written = short(tl.trans(w_i) / to_key, low, PRECISION)
-    # What writers give: first through the memory. All of it, and what is kept of before, decays at the first token.
-    dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
+    written = short(w_i / to_key, low, PRECISION)
+    # All that is written, and what is kept of before, decays at the first token.
+    dw *= to_half
     there = kept * tl.exp(2.0 * half) + tl.sum(written * dw, 1)
     # queries
-    dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * to_half
-    reader = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
-    reader = short(reader * to_query, low, PRECISION)
-    pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
-    dm = product(written, tl.trans(pairs), dm, PRECISION)
+    reader = short(q_i * to_query, low, PRECISION)
+    dq_i = product(written, tl.trans(pairs), dq_i * to_half, PRECISION)
     dw = product(reader, pairs, dw, PRECISION)
-    crossing = reader * dm
-    store_tile(dq, tl.trans(dm * to_query), token, head, first_d, left, H, K, C, BK)
+    crossing = reader * dq_i
+    store_tile(dq, tl.trans(dq_i * to_query), token, head, first_d, left, H, K, C, BK)
     if BEFORE:  # a query does not see the decay of its own token
         total = _sums(crossing, tl.trans(_before(C, False, low)), PRECISION)
         crossing = tl.zeros_like(crossing)
     # keys, as they read
     if DELTA:
-        dm = _of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION) * -to_half
-        reader, _ = load_keys(k, erase, None, token, head, first_d, left, H, K, C, BK, True)
-        reader = short(tl.trans(reader) * to_key, low, PRECISION)
-        pairs = load_block(dM, at, 0, 0, C, C, C, C)
-        dm = product(written, tl.trans(pairs), dm, PRECISION)
-        dw = product(reader, pairs, dw, PRECISION)
+        reader = short(e_i * to_key, low, PRECISION)
+        dm = product(written, tl.trans(pairs_of_keys), dm * -to_half, PRECISION)
+        dw = product(reader, pairs_of_keys, dw, PRECISION)
         crossing += reader * dm
         dm *= to_key
         if erase is not None:
@@ -180,8 +198,6 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     dw /= to_key
     if beta is not None:
         rate = (block.to(tl.int64) * tokens + token + i) * H + head
-        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
-        k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))
         tl.store(dbeta + rate, tl.sum(k_i * dw, 0).to(dbeta.dtype.element_ty), mask=i < left)
         dw *= b[None, :]
     if DELTA and erase is None:

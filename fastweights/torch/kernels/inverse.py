@@ -64,20 +64,22 @@ def _inverse(q, k, beta, log_g, X, A, of_sequence, of_row, T, per, tokens,
     # L = k k^T, scaled: what each key reads of each earlier write of its chunk.
     L = tl.zeros([C, C], tl.float32)
     A_i = tl.zeros([C, C], tl.float32)
+    if DECAY:
+        g = tl.load(log_g + at * C + i)
+        r = read_decay(log_g + at * C, i, BEFORE)
     for first in range(0, K, BK):
         k_i = load_tile(k, token, head, first, left, H, K, C, BK, False)
+        if A is not None:
+            q_i = load_tile(q, token, head, first, left, H, K, C, BK, False)
         if X is not None:
             L = product(k_i, tl.trans(k_i), L, PRECISION)
         if A is not None:
-            A_i = product(load_tile(q, token, head, first, left, H, K, C, BK, False), tl.trans(k_i), A_i, PRECISION)
+            A_i = product(q_i, tl.trans(k_i), A_i, PRECISION)
     below = i[:, None] > i[None, :]
     to = at * C * C + i[:, None] * C + i[None, :]
-    if DECAY:
-        g = tl.load(log_g + at * C + i)
     if A is not None:
         seen = below if BEFORE else i[:, None] >= i[None, :]
-        r = read_decay(log_g + at * C, i, BEFORE)
-        A_i *= decay(tl.where(seen, r[:, None] - g[None, :], 0.0))
+        A_i *= decay(tl.where(below, r[:, None] - g[None, :], 0.0))  # nothing decays between a query and its own token
         tl.store(A + to, tl.where(seen, A_i, 0.0).to(A.dtype.element_ty))
     if X is not None:
         if DECAY:

@@ -133,25 +133,25 @@ def add_up(signs, n, x, C: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def factors(signs, log_a, step, C: tl.constexpr, OWN: tl.constexpr, LIMIT: tl.constexpr, SUMS: tl.constexpr):
+def factors(signs, log_a, step, C: tl.constexpr, own, LIMIT: tl.constexpr, SUMS: tl.constexpr):
     """(decay from its block's boundary to each token, and from the token to the boundary) [C, BK].
 
-    OWN: up to a token, its own decay included. One of the two is above 1. It is only used where nothing decays by more
+    own: up to a token, its own decay included. One of the two is above 1. It is only used where nothing decays by more
     than LIMIT; elsewhere it must be finite.
     """
-    E = add_up(signs, step + (4 if OWN else 11), log_a, C, SUMS)
+    E = add_up(signs, step + tl.where(own, 4, 11), log_a, C, SUMS)
     return tl.exp(tl.minimum(E, LIMIT)), tl.exp(tl.minimum(-E, LIMIT))
 
 
 @triton.jit
-def decay_between(signs, x, step, last, C: tl.constexpr, OWN: tl.constexpr, SUMS: tl.constexpr):
+def decay_between(signs, x, step, last, C: tl.constexpr, own, SUMS: tl.constexpr):
     """The gradient of log_decay [C, BK] through pairs that meet in blocks of C >> step.
 
     x: what readers read, times its gradient, and what writers wrote, with its sign turned if `last`. A decay is between
     a writer before it and a reader after it. Where pairs meet across a boundary, that is the sum over the readers from
-    it on or, in the first half, over the writers before it: nothing cancels. OWN: readers see their own token's decay.
+    it on or, in the first half, over the writers before it: nothing cancels. own: readers see their own token's decay.
     """
-    return add_up(signs, step + tl.where(last, 7, 0) + (18 if OWN else 32), x, C, SUMS)
+    return add_up(signs, step + tl.where(last, 7, 0) + tl.where(own, 18, 32), x, C, SUMS)
 
 
 @triton.jit
