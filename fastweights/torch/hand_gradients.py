@@ -241,7 +241,8 @@ def depthwise_backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) 
 def _tokens_in_cache(x):
     """(first, last + 1) of the tokens of x (B, T, channels) to do at once: as many as a cache holds; off a CPU all."""
     B, T, channels = x.shape
-    step = max(16, 2**18 // max(1, B * channels)) if x.is_cpu else max(1, T)
+    most = max(16, 2**18 // max(1, B * channels)) if x.is_cpu else max(1, T)
+    step = max(1, -(-T // max(1, round(T / most))))  # parts of about one length
     return [(a, min(T, a + step)) for a in range(0, T, step)]
 
 

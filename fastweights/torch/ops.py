@@ -87,7 +87,7 @@ def fast_weight(
         writes: n, the number of writes per token. k, v, beta and erase then have n T tokens, and write j of token t
             stands at t n + j. A token decays once, before its first write; its query reads after its last write, or
             before its first with `read="before"`.
-        chunk_size: writes per chunk of "chunked" (a kernel has its own); 32 on a CPU and 64 elsewhere when absent.
+        chunk_size: writes per chunk of "chunked" (a kernel has its own); when absent 64, on a CPU 32 or 16.
             It changes speed alone.
         out_state: where to write the state after the last token, without gradients: `state` itself to overwrite it.
 
