@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from interpreter import DEVICE, elsewhere, run_in_the_interpreter, runs
+from interpreter import DEVICE, runs
 from oracle import oracle, problem
 from test_kernels import HALF, check, poison, tensors  # noqa: F401 - a fixture
 
@@ -17,11 +17,6 @@ SIZES = dict(B=1, T=66, H=4, K=16, V=16)  # of one head the largest error is a m
 KINDS = [("delta", "channel", False, "before"), ("delta", "hard", True, "after"), ("delta", True, True, "before"),
          ("delta", False, True, "after"), ("sum", "channel", False, "after"),
          ("sum", "hard", False, "before")]  # fmt: skip
-
-
-@elsewhere
-def test_everything_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 @runs

@@ -26,7 +26,7 @@ FULL: dict[str, Any] = dict(
 )  # fmt: skip
 SMOKE: dict[str, Any] = dict(
     norms=NORMS, features=("dpfp-1",), keys=8, steps=20, seeds=1, times=2, segments=4,
-    language=dict(dim=16, heads=2, depth=1, length=32, batch=2, steps=4, lr=2e-3, limit=20_000),
+    language=dict(dim=16, heads=2, depth=1, length=32, batch=2, steps=4, lr=2e-3, limit=5_000),
 )  # fmt: skip
 
 # Validation and test perplexity, sum norm in all rows: (positions, attention norm)
