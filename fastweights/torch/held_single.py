@@ -16,7 +16,7 @@ from fastweights.fwl_config import FWLConfig
 from fastweights.torch import watching
 
 MOST = 2**24  # logits of a chunk that are held at once
-SMALL = 2**22  # multiplications of a product that one thread makes sooner than two that must first be woken
+SMALL = 2**23  # multiplications of a product that one thread makes sooner than two that must first be woken
 
 
 def serves(config: FWLConfig, stacks: Sequence[Tensor], tokens: Sequence[Tensor], words: Tensor) -> bool:
