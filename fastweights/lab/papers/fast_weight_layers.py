@@ -32,7 +32,7 @@ FULL: dict[str, Any] = dict(
     variants=((1.0, 1024), (0.999, 1024), (0.99, 1024), (1.0, 4096), (0.999, 4096)),
 )  # fmt: skip
 SMOKE: dict[str, Any] = dict(
-    bodies=("gated-delta",), corpus="stdlib-bytes", dim=16, depth=1, length=64, batch=4, tokens=6e3, lr=1e-2,
+    bodies=("gated-delta",), corpus="stdlib-bytes", dim=16, depth=1, length=64, batch=4, tokens=2e3, lr=1e-2,
     scored=600, limit=3000, seeds=1, refreshes=(16,), variants=((1.0, 128), (0.999, 64)),
 )  # fmt: skip
 MODES = dict(fast=("fast", "restart", "slow"), refreshed=("fast", "slow", "both"), static=("static", "dynamic"),
