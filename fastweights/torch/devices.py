@@ -3,7 +3,6 @@
 import ctypes
 import math
 import re
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,17 +83,3 @@ def _resident(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", (PROCESS / "status").read_text())
     assert found is not None
     return 1024 * int(found[1])
-
-
-def keep_memory() -> None:
-    """Let this process keep what it frees, where the C library is glibc.
-
-    A step on a CPU frees and asks for the same megabytes again and again; given back to the system in between, every
-    page of them would be faulted in anew.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):  # trim threshold, top pad, mmap threshold
-            mallopt(option, value)

@@ -19,7 +19,7 @@ from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.text.corpus_files import Corpus
-from fastweights.torch.devices import keep_memory, matrix_peak
+from fastweights.torch.devices import matrix_peak
 from fastweights.torch.fwl_train import WALKED, unfit
 from fastweights.torch.tree import map_tensors
 from fastweights.training import checkpoints, log
@@ -52,8 +52,6 @@ class Trainer:
     def start(self, resume: bool = False) -> tuple[list[State], dict[str, Any]]:
         """Make ready what a step needs; the carried states and the position to go on from."""
         c = self.config
-        if self.ranks.device == "cpu":
-            keep_memory()
         states, at, known = checkpoints.restore(self.run, self.model, self.ranks) if resume else ([], START, {})
         if not resume:
             self.start_steps()
