@@ -147,3 +147,13 @@ def test_gradients_are_called_dx(folder):
 
 def test_the_check_of_names_can_fail():
     assert gradients_called_otherwise("gq = 1\ndef f(grad_out, dx): k_grad = 2") == ["gq", "grad_out", "k_grad"]
+
+
+PRIVATE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]|from torch\S* import _")
+
+
+def test_private_names_of_pytorch_have_one_home():
+    assert PRIVATE.search("x = torch._C._cuda_getDevice()")
+    assert not PRIVATE.search("x = torch.add(a, b)")
+    homes = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if PRIVATE.search(path.read_text())}
+    assert homes <= {"torch/private.py"}, homes

@@ -107,9 +107,11 @@ class CudaClock:
         """
         import torch
 
+        from fastweights.torch import private
+
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.cache.zero_()
-        torch.cuda._sleep(self.AHEAD)
+        private.sleep(self.AHEAD)
         start.record()
         call()
         stop.record()

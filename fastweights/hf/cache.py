@@ -4,10 +4,10 @@ import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fastweights.core import FastWeightError
 from fastweights.models.language_model import State
+from fastweights.torch.private import pytree
 from fastweights.torch.tree import map_tensors, tensor_bytes
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.torch import graphs
+from fastweights.torch import graphs, private
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.gradient_statistics import Call, GradientStatistics, call_model, evaluating, token_losses, track
 from fastweights.torch.tree import map_tensors
@@ -275,18 +275,18 @@ class DynamicEvaluation:
         grads = list(grads)
         weights: list[Tensor] = list(self.named.values())
         trained = [self._trained[n] for n in self.named]
-        back: Any = torch._foreach_sub(trained, weights) if self.decay else None
+        back: Any = private.difference_of_all(trained, weights) if self.decay else None
         if self.clip is not None:
-            norm = torch.stack(torch._foreach_norm(grads)).norm()
-            grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-12)).clamp(max=1.0))
+            norm = torch.stack(private.norm_of_all(grads)).norm()
+            grads = private.product_of_all(grads, (self.clip / (norm + 1e-12)).clamp(max=1.0))
         pulls: Any = self.decay
         if self._scales is not None:
             divide, pulls = zip(*(self._scales[n] for n in self.named), strict=True)
-            grads = torch._foreach_div(grads, list(divide))
-        torch._foreach_add_(weights, grads, alpha=-self.lr)
+            grads = private.quotient_of_all(grads, list(divide))
+        private.add_all(weights, grads, alpha=-self.lr)
         if back is not None:
-            torch._foreach_mul_(back, list(pulls) if self._scales is not None else pulls)
-            torch._foreach_add_(weights, back)
+            private.scale_all(back, list(pulls) if self._scales is not None else pulls)
+            private.add_all(weights, back)
 
     def _scale(self):
         """Per parameter: what divides its gradient, and how strongly it is pulled back."""

@@ -16,7 +16,7 @@ from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, fwl_train, held, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
-from fastweights.torch.tracing import is_watched
+from fastweights.torch.private import is_watched
 
 
 class FWLBlock(LazyModuleMixin, nn.Module):

@@ -18,7 +18,7 @@ from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_dual, fwl_walk, graphs
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
-from fastweights.torch.tracing import has_modes, is_watched
+from fastweights.torch.private import has_modes, is_watched
 
 DEVICES = ("cuda", "cpu")  # where it is the faster form
 WALKED = ("cpu",)  # where rows have weights of their own; elsewhere products with earlier tokens take their place

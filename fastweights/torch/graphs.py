@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastweights.torch import private
+
 MOST = 8  # graphs that are kept, the least recently used go first; each holds the memory of its call
 
 Call = Callable[..., tuple[Tensor, ...]]
@@ -63,13 +65,13 @@ def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
             return f(*inputs)
         outputs = replay(found, inputs)
         results = [torch.empty_like(x) for x in outputs]
-        torch._foreach_copy_(results, list(outputs))
+        private.copy_all(results, list(outputs))
         return tuple(results)
 
 
 def replay(found: Graph, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The outputs of a captured call for other inputs, which the next replay overwrites."""
-    torch._foreach_copy_(list(found.inputs), list(inputs))
+    private.copy_all(list(found.inputs), list(inputs))
     found.graph.replay()
     return found.outputs
 

@@ -12,7 +12,7 @@ from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.debugging import debugging
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
-from fastweights.torch.tracing import has_modes, is_transformed, is_watched
+from fastweights.torch.private import has_modes, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
 __all__ = [

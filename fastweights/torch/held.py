@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
-from fastweights.torch import cross_entropy, graphs, watching
+from fastweights.torch import cross_entropy, graphs, private, watching
 from fastweights.torch import held_overlapped as overlapped
 from fastweights.torch import held_single as single
 from fastweights.torch.dtypes import wide
@@ -100,7 +100,7 @@ def read(
             part = slice(call.a, call.b), slice(call.c, call.d)
             W, now = weights.rows(call.a, call.b), low.rows(call.a, call.b)
             if now.dense1.dtype != W.dense1.dtype:
-                torch._foreach_copy_(list(now), list(W))
+                private.copy_all(list(now), list(W))
             r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
             loss = None
             if call.close:

@@ -16,7 +16,7 @@ from fastweights import chunk_form
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.tracing import has_modes, is_transformed, is_watched
+from fastweights.torch.private import has_modes, is_transformed, is_watched
 
 PLAIN = (Tensor, torch.nn.Parameter)
 GIVEN = ARRAYS + 1  # arrays of Inputs that methods see: the differentiable ones and cu_seqlens

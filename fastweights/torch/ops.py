@@ -15,7 +15,7 @@ from fastweights.literals import Method, Norm, Read, Rule
 from fastweights.torch import hand_gradients
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.methods import map_plainly, needs_gradient, state_shape
-from fastweights.torch.tracing import is_transformed, is_watched
+from fastweights.torch.private import is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
 HAS_TRITON = find_spec("triton") is not None

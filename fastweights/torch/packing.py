@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastweights.checks import check_offsets
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.tracing import is_watched
+from fastweights.torch.private import is_watched
 
 SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
 

@@ -20,7 +20,7 @@ from fastweights.fwl_config import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, held
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.tracing import is_watched
+from fastweights.torch.private import is_watched
 
 _known: Any = WeakIdKeyDictionary()  # by tensor: its version and its numbers
 

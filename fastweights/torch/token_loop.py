@@ -10,7 +10,7 @@ from fastweights.checks import check_offsets
 from fastweights.core import RULES, TOKENS, Inputs, Spec
 from fastweights.torch.dtypes import accumulation_dtype, outside_autocast
 from fastweights.torch.methods import needs_gradient, state_shape
-from fastweights.torch.tracing import is_watched
+from fastweights.torch.private import is_watched
 
 
 def refuses(inputs: Inputs, spec: Spec) -> None:

@@ -44,7 +44,7 @@ from fastweights.torch.kernels import forward as forward_kernels
 from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.methods import Method, needs_gradient
 from fastweights.torch.packing import bound
-from fastweights.torch.tracing import is_transformed
+from fastweights.torch.private import is_transformed
 
 INTERPRETED = tiles.INTERPRETED
 CALL = ARRAYS + 3  # tensors of a call: its arrays, and the tables of its packing

@@ -108,22 +108,3 @@ def scratch_bytes(launch: Launch, device: torch.device) -> int:
     """Bytes that a launch, once compiled, needs for its TMA descriptors: some for each program."""
     metadata = _compiled[launch.key(device)].metadata
     return getattr(metadata, "global_scratch_size", 0) * prod(launch.grid) * getattr(metadata, "num_ctas", 1)
-
-
-def allocator(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:
-    """A function of (shape, strides, dtype) that allocates on `device`, which must be the current one.
-
-    On a GPU it is the one that compiled code of PyTorch allocates by, a quarter of the cost of `torch.empty`.
-    """
-    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
-    return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
-
-
-def current_stream(device: torch.device) -> int:
-    """The CUDA stream that work on `device` goes to, as Triton takes it."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def is_current(device: torch.device) -> bool:
-    """Whether Triton, which launches on the current device, launches on this one."""
-    return torch._C._cuda_getDevice() == device.index

@@ -17,7 +17,7 @@ from fastweights.torch.kernels.packed_gradients import starts_backward, tokens_b
 from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
 from fastweights.torch.methods import register_typed
 from fastweights.torch.packing import remember
-from fastweights.torch.tracing import is_watched
+from fastweights.torch.private import is_watched
 
 __all__ = ["convolve", "takes"]
 

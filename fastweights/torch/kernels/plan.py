@@ -11,15 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.torch.kernels.launch import (
-    Launch,
-    allocator,
-    compile_together,
-    current_stream,
-    is_current,
-    launcher,
-    scratch_bytes,
-)
+from fastweights.torch.kernels.launch import Launch, compile_together, launcher, scratch_bytes
+from fastweights.torch.private import allocator, current_stream, is_current
 
 
 class Slot(NamedTuple):

@@ -18,7 +18,7 @@ from fastweights.features import EPS, parse
 from fastweights.torch.kernels.features import KINDS, NORMS, _phi, scale
 from fastweights.torch.kernels.plan import Plan, aligned, keep
 from fastweights.torch.methods import of_text, register, state_shape
-from fastweights.torch.tracing import is_watched
+from fastweights.torch.private import is_watched
 
 BV = 16  # columns of the memory per program: many programs, since one token keeps none of them busy for long
 
