@@ -32,6 +32,7 @@ def test_outputs_and_gradients(width):
 @runs
 def test_autocast_keeps_its_dtypes():
     """Weights in float32, products in bfloat16, which the interpreter cuts off instead of rounding."""
+    lost = 2**-8 if DEVICE == "cuda" else 2**-6  # of the largest number
     torch.manual_seed(0)
     h = torch.randn(6, 32, device=DEVICE).bfloat16()
     weight, found = torch.randn(8, 16, device=DEVICE).bfloat16().float(), []
@@ -44,4 +45,4 @@ def test_autocast_keeps_its_dtypes():
     for want, usual, got in zip(*found, strict=True):
         assert got.dtype == usual.dtype
         rounding = (usual.double() - want).abs().max()
-        assert (got.double() - want).abs().max() <= 2 * rounding + 2**-6 * want.abs().max()
+        assert (got.double() - want).abs().max() <= 2 * rounding + lost * want.abs().max()

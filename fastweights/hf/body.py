@@ -53,9 +53,14 @@ def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
 
 
 def teaches(number: int, every: int) -> bool:
-    """Whether matrices that take a step every so many passes learn from this one: 1 is the first of a text.
+    """Whether the chosen matrices take a step after this forward pass of a text.
 
-    The first steps gain the most, so these come early: after passes 1, 2, 4, ... and then after every `every`.
+    The first steps gain the most, so they come early: after passes 1, 2, 4, ... and from `every` on after each multiple
+    of it.
+
+    Args:
+        number: of the pass; the first of a text is 1.
+        every: passes to a step, later in the text.
 
     Examples:
         >>> [n for n in range(1, 40) if teaches(n, 8)]

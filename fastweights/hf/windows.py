@@ -1,4 +1,7 @@
-"""How a text longer than a model's window is read: windows side by side, inside matrices learning from some of them."""
+"""How a text longer than a model's window is read: several windows side by side.
+
+Matrices inside the model (`attach(where=...)`) may learn from some of the windows.
+"""
 
 import itertools
 from collections.abc import Iterator

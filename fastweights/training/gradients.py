@@ -137,9 +137,21 @@ class CapturedGradients(Gradients):
         return graphs.replay(found, inputs) if isinstance(found, graphs.Graph) else work(*inputs)
 
     def _work(
-        self, most: int, state: State, names: list[str], tokens: Tensor, labels: Tensor, weights: Tensor, scale: Tensor,
-        starts: Tensor, first: Tensor, last: Tensor, keep: Tensor, offsets: Tensor, *leaves: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self,
+        most: int,
+        state: State,
+        names: list[str],
+        tokens: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        scale: Tensor,
+        starts: Tensor,
+        first: Tensor,
+        last: Tensor,
+        keep: Tensor,
+        offsets: Tensor,
+        *leaves: Tensor,
+    ) -> tuple[Tensor, ...]:
         """(loss, the gradients of parameters that have one, the tensors of the state), from tensors alone.
 
         Args:
