@@ -207,10 +207,10 @@ def expand_writes(x, spec, xp, shape=lambda x: x.shape):
     def spread(y, place):  # y at one of n places, zeros at the others; place None: at all of them
         if y is None:
             return None
-        B, _, *rest = shape(y)
+        B, T, *rest = shape(y)
         y = y[:, :, None]
         parts = [y if place in (None, i) else xp.zeros_like(y) for i in range(n)]
-        return xp.reshape(xp.concatenate(parts, 2), (B, -1, *rest))
+        return xp.reshape(xp.concatenate(parts, 2), (B, -1 if T is None else n * T, *rest))
 
     x = x.but(
         q=spread(x.q, 0 if spec.read == "before" else n - 1),

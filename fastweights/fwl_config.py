@@ -109,7 +109,7 @@ class FWLConfig:
         """Tokens per chunk: T / attn_chunks when given, else where work inside and across chunks is equal."""
         if self.attn_chunks is not None:
             return max(1, -(-T // self.attn_chunks))
-        return max(64, min(1024, 1 << round(K * V / (K + V)).bit_length() - 1))
+        return max(64, min(1024, 1 << max(1, round(K * V / (K + V))).bit_length() - 1))
 
 
 class FWLState(NamedTuple):

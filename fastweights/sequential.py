@@ -85,3 +85,39 @@ def check_rates(decay, rate, inner_steps):
         raise FastWeightError(f"inner_steps is {inner_steps}; expected 0 or more reads of A per token")
     if not rate >= 0:
         raise FastWeightError(f"rate is {rate}; expected 0 or more: the step with which A learns")
+
+
+def check_input(x, inputs, state=None, **shapes):
+    """Raise FastWeightError unless x is (B, T, inputs), and a state that is given has these parts.
+
+    Args:
+        x: of any framework; an axis of unknown length (None) fits any.
+        inputs: the width that the network was made for.
+        state: what an earlier call returned, or None for a network that starts afresh.
+        shapes: of the parts of the state, by their names, without the batch.
+
+    Examples:
+        >>> import numpy as np
+        >>> check_input(np.zeros((1, 5, 4)), 4, [np.zeros((2, 3))], h=(3,))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: state.h has shape (2, 3); expected (1, 3): ...
+    """
+    if len(x.shape) != 3 or x.shape[-1] != inputs:
+        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")
+    if state is None:
+        return
+    if not isinstance(state, tuple | list) or len(state) != len(shapes):
+        raise FastWeightError(
+            f"state is a {type(state).__name__}; expected the {' and '.join(shapes)} that an earlier call returned"
+        )
+    for (name, shape), part in zip(shapes.items(), state, strict=True):
+        expected = (x.shape[0], *shape)
+        fits = len(part.shape) == len(expected) and all(
+            n == m or None in (n, m) for n, m in zip(part.shape, expected, strict=True)
+        )
+        if not fits:
+            raise FastWeightError(
+                f"state.{name} has shape {tuple(part.shape)}; expected {expected}: a state of this network and of the "
+                f"same batch, x is {tuple(x.shape)}"
+            )

@@ -78,3 +78,14 @@ def test_sequential_layer_errors():
         FastWeightRNN(3, 4, decay=1.5)
     with pytest.raises(FastWeightError, match=r"x has shape \(2, 5, 4\); expected \(B, T, 3\)"):
         FastWeightRNN(3, 4)(torch.zeros(2, 5, 4))
+
+
+@pytest.mark.parametrize("make", [lambda: FastWeightRNN(3, 4), lambda: FastWeightProgrammer(3, 4)])
+def test_a_state_of_another_batch_or_network_is_refused(make):
+    """Batches of 1 and 2 would broadcast without a word."""
+    network = make()
+    _, state = network(torch.zeros(2, 5, 3))
+    with pytest.raises(FastWeightError, match=r"state\.\w has shape \(2, .*expected \(1, .*of the same batch"):
+        network(torch.zeros(1, 5, 3), state)
+    with pytest.raises(FastWeightError, match=r"state.* expected"):
+        network(torch.zeros(2, 5, 3), torch.zeros(2, 4))

@@ -124,6 +124,22 @@ def test_strided_and_expanded_inputs(rng):
         assert_close(got.numpy(), exact)
 
 
+@pytest.mark.parametrize(("B", "T"), [(0, 5), (0, 1), (2, 0)])
+@pytest.mark.parametrize("how", [dict(), dict(rule="sum"), dict(writes=2), dict(method="recurrent")])
+def test_no_rows_and_no_tokens(how, B, T):
+    """Nothing comes of nothing: empty outputs, and a memory that stays as it was, with gradients and without."""
+    for grad in (False, True):
+        W = how.get("writes", 1) * T
+        q, k, v = (torch.randn(B, n, 2, 3, requires_grad=grad) for n in (T, W, W))
+        state = torch.randn(B, 2, 3, 3, requires_grad=grad)
+        o, S = fast_weight(q, k, v, beta=torch.rand(B, W, 2), state=state, **how)
+        assert o.shape == (B, T, 2, 3)
+        assert torch.equal(S, state)
+        if grad:
+            (o.sum() + S.sum()).backward()
+            assert torch.equal(state.grad, torch.ones_like(state))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_half_precision_errs_at_most_twice_as_much_as_plain_torch(rng, rule, dtype):

@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fastweights.jax.sequential import ACTIVATIONS, check_input, uniform
-from fastweights.sequential import check_activation, programmer_widths
+from fastweights.jax.sequential import ACTIVATIONS, uniform
+from fastweights.sequential import check_activation, check_input, programmer_widths
 
 
 class FastWeightProgrammer(nn.Module):
@@ -57,7 +57,8 @@ class FastWeightProgrammer(nn.Module):
             x: (B, T, inputs).
             state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
         """
-        x, widths = check_input(x, self.inputs), programmer_widths(self.inputs, self.outputs, self.width)
+        x, widths = jnp.asarray(x), programmer_widths(self.inputs, self.outputs, self.width)
+        check_input(x, self.inputs, None if state is None else [state], W=(self.outputs, widths[1]))
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         slow = self.param("slow", uniform, (self.inputs, sum(widths)), self.param_dtype)
         written = x @ slow if self.width else jnp.concatenate([x @ slow, x], -1)

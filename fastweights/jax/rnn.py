@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fastweights.jax.sequential import ACTIVATIONS, check_input, uniform
-from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
+from fastweights.jax.sequential import ACTIVATIONS, uniform
+from fastweights.sequential import RNNState, check_activation, check_input, check_rates, layer_norm, settle
 
 
 class FastWeightRNN(nn.Module):
@@ -68,7 +68,8 @@ class FastWeightRNN(nn.Module):
             x: (B, T, inputs).
             state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
         """
-        x = check_input(x, self.inputs)
+        x = jnp.asarray(x)
+        check_input(x, self.inputs, state, h=(self.hidden,), A=(self.hidden, self.hidden))
         size, to = self.hidden, self.param_dtype
         W = self.param("W", lambda key: 0.05 * jnp.eye(size, dtype=to))
         C = self.param("C", uniform, (self.inputs, size), to)

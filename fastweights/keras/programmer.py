@@ -12,8 +12,8 @@ from keras import KerasTensor, ops
 from fastweights.keras.dtypes import Tensor
 from fastweights.keras.framework import matmul
 from fastweights.keras.parameters import add_parameter
-from fastweights.keras.sequential import ACTIVATIONS, check_input, read_activation, scan, serialised, uniform
-from fastweights.sequential import programmer_widths
+from fastweights.keras.sequential import ACTIVATIONS, read_activation, scan, serialised, uniform
+from fastweights.sequential import check_input, programmer_widths
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -65,7 +65,7 @@ class FastWeightProgrammer(keras.layers.Layer):
             x: (B, T, inputs).
             state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
         """
-        check_input(x, self.inputs)
+        check_input(x, self.inputs, None if state is None else [state], W=(self.outputs, self.widths[1]))
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         written = matmul(x, self.slow)
         if self.width is None:

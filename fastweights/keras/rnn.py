@@ -13,8 +13,8 @@ from keras import KerasTensor, ops
 from fastweights.keras.dtypes import Tensor
 from fastweights.keras.framework import matmul
 from fastweights.keras.parameters import add_parameter
-from fastweights.keras.sequential import ACTIVATIONS, check_input, read_activation, scan, serialised, uniform
-from fastweights.sequential import RNNState, check_rates, layer_norm, settle
+from fastweights.keras.sequential import ACTIVATIONS, read_activation, scan, serialised, uniform
+from fastweights.sequential import RNNState, check_input, check_rates, layer_norm, settle
 
 
 @keras.saving.register_keras_serializable(package="fastweights")
@@ -84,7 +84,7 @@ class FastWeightRNN(keras.layers.Layer):
             x: (B, T, inputs).
             state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
         """
-        check_input(x, self.inputs)
+        check_input(x, self.inputs, state, h=(self.hidden,), A=(self.hidden, self.hidden))
         W = ops.convert_to_tensor(self.W)
         drive = matmul(x, self.C) + self.bias
         B, T, size = ops.shape(drive)

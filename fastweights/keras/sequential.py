@@ -1,4 +1,4 @@
-"""What the sequential networks of Keras share: activations, a scan over tokens, first weights and the check of x."""
+"""What the sequential networks of Keras share: activations, a scan over tokens, and first weights."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from collections.abc import Callable
 import keras
 from keras import ops
 
-from fastweights.core import FastWeightError
 from fastweights.keras.dtypes import Tensor
 from fastweights.keras.parameters import random_generator
 from fastweights.sequential import check_activation
@@ -69,9 +68,3 @@ def serialised(activation):
 def uniform(*shape):
     """Uniform up to 1 / sqrt(in), as torch.nn.Linear starts."""
     return random_generator().uniform(-1, 1, shape) / math.sqrt(shape[0])
-
-
-def check_input(x, inputs):
-    """Raise FastWeightError unless x is (B, T, inputs)."""
-    if len(x.shape) != 3 or x.shape[-1] != inputs:
-        raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")

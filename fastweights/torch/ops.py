@@ -79,7 +79,7 @@ def fast_weight(
         mask: (B, T) bool, False for padding on any side: it neither writes, decays nor reads (its output is 0).
         method: how it is computed; all give the same result. "recurrent" is a loop over tokens. "chunked" computes a
             chunk of tokens at once, by matrix products. "kernel" is the chunked form in Triton, for CUDA and not for
-            float64; with a decay per channel or an erase key it takes single tokens without gradients only. "auto"
+            float64; with a decay per channel or an erase key it takes at most 256 features (128 in float32). "auto"
             takes the kernel where it can run, else "recurrent" for a single token and "chunked" for more.
         features, norm: first replace q, k and erase by `feature_map(q, features, norm=norm)` and so on (any map but
             FAVOR+). K of the state is then the width of the features. Kernels recompute the features in the backward

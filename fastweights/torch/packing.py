@@ -171,6 +171,8 @@ class Chunks:
 
         Without packing they are all of `steps_in_cache`, but for the last.
         """
+        if not self.starts[-1]:  # a batch of no rows
+            return []
         if self.sizes and not x.is_cpu:
             return [(0, len(self.sizes))]
         ranges: list[tuple[int, int]] = []

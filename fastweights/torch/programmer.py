@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fastweights.sequential import (
     check_activation,
+    check_input,
     programmer_widths,
 )
-from fastweights.torch.sequential import ACTIVATIONS, check_input
+from fastweights.torch.sequential import ACTIVATIONS
 
 
 class FastWeightProgrammer(nn.Module):
@@ -67,7 +68,7 @@ class FastWeightProgrammer(nn.Module):
             x: (B, T, inputs).
             state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
         """
-        check_input(x, self.inputs)
+        check_input(x, self.inputs, None if state is None else [state], W=(self.outputs, self.widths[1]))
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         a, b, *made = self.slow(x).split(self.widths, -1)
         fast_x = made[0] if made else x

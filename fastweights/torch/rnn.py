@@ -14,10 +14,11 @@ from fastweights.sequential import (
     LAYER_NORM_EPS,
     RNNState,
     check_activation,
+    check_input,
     check_rates,
     settle,
 )
-from fastweights.torch.sequential import ACTIVATIONS, check_input
+from fastweights.torch.sequential import ACTIVATIONS
 
 
 class FastWeightRNN(nn.Module):
@@ -90,7 +91,7 @@ class FastWeightRNN(nn.Module):
             x: (B, T, inputs).
             state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
         """
-        check_input(x, self.inputs)
+        check_input(x, self.inputs, state, h=(self.hidden,), A=(self.hidden, self.hidden))
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         B, T, _ = x.shape
         drive = x @ self.C + self.bias

@@ -63,7 +63,7 @@ def _one_token(inputs, state, spec, wide):
     """
     v = inputs.v
     B, H = v.shape[0], v.shape[2]
-    rows = lambda x: (x if x.dtype == wide else x.to(wide)).reshape(B * H, 1, -1)  # noqa: E731
+    rows = lambda x: (x if x.dtype == wide else x.to(wide)).reshape(B * H, 1, *(x.shape[3:] or (1,)))  # noqa: E731
     old = state.flatten(0, 1)
     q, k, y = rows(inputs.q), rows(inputs.k), rows(v)
     decay = None if inputs.log_decay is None else rows(inputs.log_decay).exp().mT  # (rows, 1 or K, 1)
