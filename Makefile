@@ -22,6 +22,7 @@ EXTRA ?= torch# of the wheel that `make release` tries
 .PHONY: test suite browser check style types bench format clean demo docs release fuzz properties layers kill elastic \
 	hang soak steps oldest newest audit
 .DEFAULT_GOAL := test
+export PYTHONDONTWRITEBYTECODE :=# modules are compiled once, and not by each of the suite's many processes
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

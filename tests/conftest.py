@@ -1,6 +1,7 @@
 """Shared fixtures. `--frameworks torch,jax` chooses which frameworks the shared tests run on."""
 
 import functools
+import gc
 import os
 
 import numpy as np
@@ -58,6 +59,16 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish():
+    """What was imported stays: garbage is looked for among what tests make, not in a million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # for libraries that complain of what is left at the end
 
 
 def pytest_configure(config):

@@ -14,8 +14,8 @@ recording = True  # False: all steps are run as they are
 
 def free() -> None:
     """Give back the memory of recordings that are no more: other processes may want it."""
-    gc.collect()
     if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
