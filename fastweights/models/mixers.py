@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from fastweights.attention import AttentionState
 from fastweights.attention.presets import preset_arguments
 from fastweights.core import FastWeightError
+from fastweights.models.rotary import angles, rotate
 from fastweights.torch.devices import copied
 from fastweights.torch.dtypes import autocast_dtype
-from fastweights.torch.methods import register
+from fastweights.torch.hand_gradients import HAS_TRITON
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.packing import know_offsets
 from fastweights.torch.tree import map_tensors
@@ -179,16 +180,23 @@ class SoftmaxMixer(nn.Module):
         """Attention where no token is padding: over what the state holds and x itself, within each document."""
         B, T, _ = x.shape
         W = self.window if state is not None else 0  # without a state there is nothing to look back at
-        q, k, v = self._qkv(x, state)
+        p = self._projected(x)
+        q, k, v = self._qkv(p, state)
         at = torch.arange(W + T, device=x.device)
         if torch.compiler.is_compiling() and x.is_cuda and W and documents is not None and T >= LONG:
             from fastweights.models import flex
 
             count = documents.kept(state.held)
             turns = angles(q, W + T, q.shape[-1] // 2)
-            turned, keys, values = (y.transpose(1, 2) for y in (rotate(q, turns[:, W:]), rotate(k, turns), v))
             carried = state.k.requires_grad or state.v.requires_grad
-            y = flex.attend(turned, keys, values, self.window, count, documents.starts, carried=carried)
+            if HAS_TRITON and not carried:
+                from fastweights.torch.kernels import rotary
+
+                turned = rotary.turned(p, state.k, state.v, turns, rotate)
+            else:
+                q, keys = rotate(q, turns[:, W:]), rotate(k, turns)
+                turned = q.transpose(1, 2), keys.transpose(1, 2), v.transpose(1, 2)
+            y = flex.attend(*turned, self.window, count, documents.starts, carried=carried)
             age = self._age(count, documents, at[:T])
             return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(k, v, age)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
@@ -213,7 +221,7 @@ class SoftmaxMixer(nn.Module):
         """The last `real` (B,) tokens of each row are no padding."""
         T = x.shape[1]
         W = self.window if state is not None else 0
-        q, k, v = self._qkv(x, state)
+        q, k, v = self._qkv(self._projected(x), state)
         at = torch.arange(W + T, device=x.device)
         kept = at >= W + T - real[:, None]
         if state is not None:
@@ -226,9 +234,13 @@ class SoftmaxMixer(nn.Module):
         seen = seen | (back == 0)  # padding sees itself: a softmax over nothing is no number
         return self._answer(q, k, v, at, W, seen), self._remember(k, v, total)
 
-    def _qkv(self, x, state):
-        """Queries of x, keys and values of the state and of x."""
-        q, k, v = self.in_proj(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+    def _projected(self, x):
+        """Queries, keys and values of x, (B, T, 3, H, K)."""
+        return self.in_proj(x).unflatten(-1, (3, self.heads, -1))
+
+    def _qkv(self, p, state):
+        """Queries of a projection p, keys and values of the state and of p."""
+        q, k, v = p.unbind(2)
         if state is None:
             return q, k, v
         return q, torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
@@ -257,39 +269,6 @@ class SoftmaxMixer(nn.Module):
         shape = batch, self.window, self.heads, like.shape[0] // self.heads
         empty = like.new_zeros(shape, dtype=autocast_dtype(like) or like.dtype)
         return SoftmaxState(empty, empty.clone(), like.new_zeros(batch, dtype=torch.long))
-
-
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotary positions: x (B, T, H, K), pairs of features turned by angles that grow with the position.
-
-    The product of a query and a key then depends on the distance between them alone.  turns (2, T, K / 2): cosine and
-    sine of every angle, as `angles` gives them.
-    """
-    half = x.shape[-1] // 2
-    cos, sin = turns[:, :, None].to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-def _angles(like: Tensor, positions: int, half: int) -> Tensor:
-    """(2, positions, half): cosine and sine of the angles of rotary positions, on the device of `like`."""
-    rates = 10_000.0 ** -(torch.arange(half, device=like.device) / half)
-    angles = torch.arange(positions, device=like.device)[:, None] * rates
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def _angles_fake(like, positions, half):
-    """An empty tensor of that shape, for compilers."""
-    return like.new_empty(2, positions, half, dtype=torch.float32)
-
-
-# An operator, since a compiler would work out powers and sines again for every number that is turned.
-_angles_op = register("angles", "(Tensor like, int positions, int half) -> Tensor", _angles, _angles_fake)
-
-
-def angles(like: Tensor, positions: int, half: int) -> Tensor:
-    """`_angles`; where a compiler looks on, as an operator."""
-    return (_angles_op if torch.compiler.is_compiling() else _angles)(like.detach(), positions, half)
 
 
 class LSTMState(NamedTuple):

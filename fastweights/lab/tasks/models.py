@@ -11,7 +11,8 @@ from fastweights.attention.presets import preset_arguments
 from fastweights.core import FastWeightError
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.models.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer, angles, rotate
+from fastweights.models.mixers import FastWeightMixer, LSTMMixer, SoftmaxMixer
+from fastweights.models.rotary import angles, rotate
 from fastweights.torch.nn import FastWeightAttention
 
 # The cells of the papers' grid, by rule and features: presets of FastWeightAttention, with feature maps of sizes that

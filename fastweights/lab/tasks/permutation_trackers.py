@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastweights.lab.engine.captured_steps import autocast
 from fastweights.lab.tasks.permutation_words import words
-from fastweights.models.mixers import angles, rotate
+from fastweights.models.rotary import angles, rotate
 from fastweights.torch import fast_weight
 
 MIXERS = ("delta", "gated-delta", "softmax")
