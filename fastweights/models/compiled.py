@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
+from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.tree import map_tensors
 
 
@@ -65,6 +66,9 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
         model: is changed.
         backend: of torch.compile; "eager" and "aot_eager" compile nothing, for tests.
     """
+    for module in model.modules():
+        if isinstance(module, FastWeightAttention):
+            module.carries_gradients = False  # of its state, see `_run`
     # Padded rows would be copied before and after a layer's own operators, which take them as they are.
     options: Any = {"comprehensive_padding": False} if backend == "inductor" else None
     model.compiled = torch.compile(_run, backend=backend, dynamic=False, options=options)

@@ -305,7 +305,8 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any, cu_seqlens: 
     names = ("conv", "decay_log", "decay_bias", "out_norm")
     conv, decay_log, decay_bias, out_norm = (getattr(layer, name, None) for name in names)
     given = mixer.Given(p, conv, decay_log, decay_bias, out_norm, memory, before, cu_seqlens)
-    return mixer.mix(config, given) if mixer.takes(config, given) else None
+    carried = getattr(layer, "carries_gradients", True)
+    return mixer.mix(config, given, carried=carried) if mixer.takes(config, given) else None
 
 
 def _packed(x, weight, before, cu_seqlens):

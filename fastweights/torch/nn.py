@@ -72,6 +72,8 @@ class FastWeightAttention(nn.Module):
     projection: Tensor | None
     draws: Tensor
 
+    carries_gradients = True  # whether the state after a call may have them, which compiled blocks ask
+
     def __init__(
         self,
         dim: int,

@@ -66,15 +66,16 @@ def takes(config: AttentionConfig, given: Given) -> bool:
     return all(x is None or x.dtype == p.dtype for x in given[1:5])
 
 
-def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
+def mix(config: AttentionConfig, given: Given, *, carried: bool = True) -> tuple[Tensor, AttentionState]:
     """(what all heads read, normalised and gated, (B, T, H V);  the state after the last token).
 
     config, given: of a call that `takes` accepts. Where gradients are wanted, the whole of it is one step of autograd.
+    carried: whether the state may have gradients, which a compiler has to be told.
     """
     if torch.compiler.is_compiling():
         from fastweights.torch.kernels import mixer_operators
 
-        return mixer_operators.mix(config, given)
+        return mixer_operators.mix(config, given, carried=carried)
     given = Given(*(None if x is None else aligned(x) for x in given))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         y, memory, last = _apply(config, *given)

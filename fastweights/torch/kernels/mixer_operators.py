@@ -19,10 +19,10 @@ from fastweights.torch.kernels.plan import aligned
 from fastweights.torch.methods import register
 
 
-def mix(config: AttentionConfig, given: Given) -> tuple[Tensor, AttentionState]:
-    """`mixer.mix` in operators."""
+def mix(config: AttentionConfig, given: Given, *, carried: bool = True) -> tuple[Tensor, AttentionState]:
+    """`mixer.mix` in operators.  carried: whether the state after the call may have gradients."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        y, memory, *rest = Mixed.apply(config.text, 3 if config.conv else 2, *given)
+        y, memory, *rest = Mixed.apply(config.text, 3 if config.conv else 2, carried, *given)
     else:
         y, memory, *rest = mix_op(list(given), config.text, False)
     return y, AttentionState(memory, None, rest[0] if config.conv else None)
@@ -83,18 +83,19 @@ mix_backward_op: Any = register(
 class Mixed(torch.autograd.Function):
     """`mix_op` with its gradient: (y, memory, the convolution's last inputs if there is one, *saved).
 
-    outputs: how many of the results are the caller's.
+    outputs: how many of the results are the caller's.  carried: whether a gradient of the state is asked for; where it
+    is not, a compiler would make one of zeros.
     """
 
     @staticmethod
-    def forward(text, outputs, *given):
+    def forward(text, outputs, carried, *given):
         """All results, with what the backward pass needs."""
         return tuple(mix_op(list(given), text, True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep the inputs and what was saved, which is no result of the caller's."""
-        ctx.text, ctx.outputs, *given = inputs
+        ctx.text, ctx.outputs, ctx.carried, *given = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[ctx.outputs :])
         ctx.save_for_backward(*given, *output[ctx.outputs :])
@@ -108,5 +109,7 @@ class Mixed(torch.autograd.Function):
             config = AttentionConfig.of_text(ctx.text)
             dy = given[0].new_zeros((*given[0].shape[:2], config.heads * config.value_width))
         dlast = rest[0] if ctx.outputs == 3 else None
+        if not ctx.carried:
+            dmemory = dlast = None
         grads = mix_backward_op([dy, dmemory, dlast], list(given), saved, ctx.text)
-        return None, None, *(None if x is None else g for x, g in zip(given, grads, strict=False)), None
+        return None, None, None, *(None if x is None else g for x, g in zip(given, grads, strict=False)), None

@@ -44,9 +44,9 @@ def convolved(x, weight, before, place, t, c, real, T, stride, W: tl.constexpr, 
     for j in tl.static_range(W):
         back = W - 1 - j
         w = tl.load(weight + j * N + c, mask=real, other=0.0).to(tl.float32)
-        here = inside & (p >= back)[:, None]
+        here = inside & (t >= back)[:, None]  # the load need not wait for the places
         new = tl.load(x + (t - back)[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
-        total += w[None, :] * new
+        total += w[None, :] * tl.where((p >= back)[:, None], new, 0.0)
     if before is not None:  # noqa: SIM102 - this is known when compiling, the other is not
         if tl.min(p, 0) < W - 1:
             n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)

@@ -5,12 +5,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _tap(dy, weight, t, left, c, inside, had, total, added, j: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What tap j gives to dx, added to `total`, and to its own gradient, added to `added`: [BT, BC] each."""
+def _tap(dy, weight, place, t, c, had, total, added, T, j: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """What tap j gives to dx, added to `total`, and to its own gradient, added to `added`: [BT, BC] each.
+
+    It joins token t to the reader t + back, if that is at least as far into its own sequence.
+    """
     back: tl.constexpr = W - 1 - j
     w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
-    seen = inside & (left >= back)[:, None]
-    up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=seen, other=0.0).to(tl.float32)
+    there = t + back < T
+    up = tl.load(dy + (t + back)[:, None] * N + c[None, :], mask=there[:, None] & (c < N)[None, :], other=0.0)
+    up = up.to(tl.float32)
+    if back:
+        p = tl.load(place + 2 * (t + back), mask=there, other=0)
+        up = tl.where((p >= back)[:, None], up, 0.0)
     return total + w[None, :] * up, added + up * had
 
 
@@ -38,24 +45,24 @@ def tokens_backward(dy, dlast, x, weight, place, cu, dx, dweight, T, units, dx_u
     first, second, third, fourth = zero, zero, zero, zero
     for step in range(STEPS):
         t = (tl.program_id(0).to(tl.int64) * STEPS + step) * BT + tl.arange(0, BT)
-        n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
         inside = (t < T)[:, None] & (c < N)[None, :]
-        left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
         had = tl.load(x + t[:, None] * (units * UNIT) + c[None, :], mask=inside, other=0.0).to(tl.float32)
         total = zero
         if W <= 4:
-            total, first = _tap(dy, weight, t, left, c, inside, had, total, first, 0, W, N)
+            total, first = _tap(dy, weight, place, t, c, had, total, first, T, 0, W, N)
             if W > 1:
-                total, second = _tap(dy, weight, t, left, c, inside, had, total, second, 1, W, N)
+                total, second = _tap(dy, weight, place, t, c, had, total, second, T, 1, W, N)
             if W > 2:
-                total, third = _tap(dy, weight, t, left, c, inside, had, total, third, 2, W, N)
+                total, third = _tap(dy, weight, place, t, c, had, total, third, T, 2, W, N)
             if W > 3:
-                total, fourth = _tap(dy, weight, t, left, c, inside, had, total, fourth, 3, W, N)
+                total, fourth = _tap(dy, weight, place, t, c, had, total, fourth, T, 3, W, N)
         else:  # STEPS is 1
             for j in tl.static_range(W):
-                total, added = _tap(dy, weight, t, left, c, inside, had, total, zero, j, W, N)
+                total, added = _tap(dy, weight, place, t, c, had, total, zero, T, j, W, N)
                 tl.store(dweight + (part + j) * N + c, tl.sum(added, 0), mask=c < N)
-        if dlast is not None:  # noqa: SIM102 - this is known when compiling, the other is not
+        if dlast is not None:
+            n = tl.load(place + 2 * t + 1, mask=t < T, other=0).to(tl.int64)
+            left = tl.load(cu + n + 1, mask=t < T, other=0).to(tl.int64) - 1 - t  # tokens of the sequence after t
             if tl.min(left, 0) < W - 1:  # few programs meet the end of a sequence
                 at = (n * (W - 1) + (W - 2) - left)[:, None] * N + c[None, :]
                 total += tl.load(dlast + at, mask=inside & (left < W - 1)[:, None], other=0.0).to(tl.float32)
