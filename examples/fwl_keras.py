@@ -56,7 +56,7 @@ def documents(rng, n):
     return words.astype("int32")
 
 
-def main(steps=40):
+def main(steps=80):
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     model = Reader()

@@ -30,7 +30,7 @@ def test_examples_run(pytestconfig, capsys, name):
     on_keras = "keras" in pytestconfig.getoption("--frameworks").split(",")
     if on_keras != (name == "keras") or (on_keras and os.environ["KERAS_BACKEND"] != "torch"):
         pytest.skip("run by another process")
-    runpy.run_path(str(ROOT / f"examples/fwl_{name}.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / f"examples/fwl_{name}.py"))["main"](steps=40)
     assert learned(capsys.readouterr().out)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from arms import score
 from model import body, prepare, tune, words
-from report import gather, report
+from report import gather, gather_long, report
 from table import speed, table
 
 STAGES = dict(
@@ -39,6 +39,7 @@ STAGES = dict(
     speed=speed,
     table=table,
     gather=gather,
+    gather_long=gather_long,
     report=report,
 )
 

@@ -4,6 +4,8 @@ learning-while-reading-pages.csv: nats of each page by arm, empty where an arm h
 learning-while-reading.csv: tokens, bytes and nats by position, count in training and repetition.
 learning-while-reading-speed.csv: tokens per second, one page at a time.
 learning-while-reading-seeds.csv: gains of other bodies and seeds, of fewer pages.
+learning-while-reading-long-pages.csv, learning-while-reading-long.csv: pages and bins of bodies that were trained on
+windows of 1,024 and read pages to 16 times that; dynamic evaluation of all weights read only some of them.
 """
 
 import csv
@@ -16,11 +18,13 @@ from fastweights.lab.engine.plotting import INK, PALETTE, curve, figure
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 NAME = "learning-while-reading"
+LONG = f"{NAME}-long"  # read to 16 times the trained length
 MANY = 10**9  # the end of a last bin
 ARMS = {
-    "static": "static, windows of 4,096",
+    "static": "static windows",
     "memory": "carried memory, not learning",
-    "published": "published layer (sum of gradients, decay), trained",
+    "published": "layer as published (sum of gradients, decay), trained",
+    "published-not-learning": "the same, learning nothing",
     "refresh-256": "layer, every 256 tokens, steps of one common factor",
     "refresh-64": "layer, every 64",
     "cumulative-64": "layer, every 64, cumulative inside",
@@ -30,15 +34,16 @@ ARMS = {
     "refresh-16-trained": "layer, every 16, trained through it (few steps)",
     "refresh-16-trained-not-learning": "the same, learning nothing",
     "refresh-16-trained-at-64": "layer, every 16, trained at every 64",
-    "output-64": "layer and learning output embedding, every 64",
-    "output-16": "layer and learning output embedding, every 16",
-    "output-64-trained": "layer and learning output embedding, every 64, trained",
-    "output-16-trained": "layer and learning output embedding, every 16, trained at every 64",
+    "output-64": "layer and output embedding, every 64",
+    "output-16": "layer and output embedding, every 16",
+    "output-64-trained": "layer and output embedding, every 64, trained",
+    "output-16-trained": "layer and output embedding, every 16, trained at every 64",
     "cache": "cache",
     "cache-refresh-64": "cache and layer, every 64",
     "cache-refresh-16-trained": "cache and layer, every 16, trained",
     "cache-refresh-64-trained": "cache and layer, every 64, trained",
     "cache-refresh-16-trained-at-64": "cache and layer, every 16, trained at every 64",
+    "cache-output-64-trained": "cache, layer and output embedding, every 64, trained",
     "dynamic-block-sgd": "dynamic evaluation of the layer's weights, SGD",
     "dynamic-block-rms": "dynamic evaluation of the layer's weights, RMS",
     "dynamic-output-rms": "dynamic evaluation of the output embedding, RMS",
@@ -49,11 +54,13 @@ ARMS = {
 DRAWN = {
     "dynamic-all-rms": (INK, "dynamic evaluation, RMS"),
     "dynamic-all-sgd": ("#8a93a5", "dynamic evaluation, SGD"),
-    "dynamic-block-rms": ("#7a5c3e", "dynamic evaluation of the layer, RMS"),
     "cache-refresh-64-trained": (PALETTE[3], "cache and layer"),
     "cache": (PALETTE[4], "cache"),
     "refresh-64-trained": (PALETTE[0], "layer, every 64, trained"),
+    "refresh-16-trained-at-64": (PALETTE[0], "layer, every 16, trained at 64"),
+    "dynamic-block-rms": ("#7a5c3e", "dynamic evaluation of the layer, RMS"),
     "refresh-16": (PALETTE[2], "layer, every 16, not trained"),
+    "published": (PALETTE[1], "layer as published"),
 }
 
 
@@ -80,15 +87,29 @@ def gather(given):
         write(name, lines)
 
 
-class Pages:
-    """Nats of one body's pages by arm."""
+def gather_long(given):
+    """The same of --out/BODY/PAGES/RUN: a run's tables of several numbers of pages; bins of the most and the fewest."""
+    pages, bins = [], []
+    for body in sorted(p for p in given.out.iterdir() if p.is_dir()):
+        sizes, found = sorted(int(p.name) for p in body.iterdir() if p.name.isdigit()), {}
+        for size in sizes:
+            (run,) = (body / str(size)).iterdir()
+            for line in read(run / "pages.csv"):
+                found.setdefault(line["page"], {"body": body.name}).update(line)
+            if size in (sizes[0], sizes[-1]):
+                bins += [{"body": body.name, "pages": size, **line} for line in read(run / "bins.csv")]
+        pages += sorted(found.values(), key=lambda line: int(line["page"]))
+    write(f"{LONG}-pages.csv", pages)
+    write(f"{LONG}.csv", bins)
 
-    def __init__(self, body):
-        lines = [line for line in read(f"{NAME}-pages.csv") if line["body"] == body]
+
+class Pages:
+    """Nats of one body's pages by arm; those that an arm has not read are NaN."""
+
+    def __init__(self, body, name=f"{NAME}-pages.csv"):
+        lines = [line for line in read(name) if line["body"] == body]
         self.bytes = np.array([int(line["bytes"]) for line in lines])
-        self.tokens = np.array([int(line["tokens"]) for line in lines])
         self.nats = {a: np.array([float(line.get(a) or "nan") for line in lines]) for a in ARMS}
-        self.draws = np.random.default_rng(0).integers(len(lines), size=(4000, len(lines)))
 
     def has(self, arm):
         return not np.isnan(self.nats[arm]).any()
@@ -96,24 +117,38 @@ class Pages:
     def bits(self, arm):
         return self.nats[arm].sum() / math.log(2) / self.bytes.sum()
 
+    def _drawn(self, pages):
+        """Draws of as many of these pages, with replacement."""
+        return pages[np.random.default_rng(0).integers(len(pages), size=(4000, len(pages)))]
+
     def gain(self, arm):
-        """Bits per byte below carried memory, and the 95 % interval over pages."""
-        less = (self.nats["memory"] - self.nats[arm]) / math.log(2)
-        drawn = less[self.draws].sum(1) / self.bytes[self.draws].sum(1)
-        return less.sum() / self.bytes.sum(), *np.quantile(drawn, [0.025, 0.975])
+        """Bits per byte below carried memory, and the 95 % interval over the pages that the arm has read."""
+        less, pages = (self.nats["memory"] - self.nats[arm]) / math.log(2), np.flatnonzero(~np.isnan(self.nats[arm]))
+        drawn = self._drawn(pages)
+        return less[pages].sum() / self.bytes[pages].sum(), *np.quantile(
+            less[drawn].sum(1) / self.bytes[drawn].sum(1), [0.025, 0.975]
+        )
 
     def share(self, arm, of):
-        """The gain as a share of another arm's, and its 95 % interval over pages."""
+        """The gain as a share of another arm's on the pages that both have read, and its 95 % interval over pages."""
         a, b = (self.nats["memory"] - self.nats[x] for x in (arm, of))
-        return a.sum() / b.sum(), *np.quantile(a[self.draws].sum(1) / b[self.draws].sum(1), [0.025, 0.975])
+        pages = np.flatnonzero(~np.isnan(a + b))
+        if not len(pages):
+            return None
+        drawn = self._drawn(pages)
+        return a[pages].sum() / b[pages].sum(), *np.quantile(a[drawn].sum(1) / b[drawn].sum(1), [0.025, 0.975])
 
 
-def table():
-    """Markdown: bits per byte, gain and share by arm."""
+def _percent(share):
+    return "" if share is None else "{:.0%} [{:.0%}, {:.0%}]".format(*share).replace("%", " %")
+
+
+def main_table():
+    """Rows of Markdown: bits per byte, gain and share by arm."""
     bodies = {body: Pages(body) for body in ("softmax", "gated-delta")}
     speeds = {(line["body"], line["arm"]): line["tokens_per_second"] for line in read(f"{NAME}-speed.csv")}
-    print("| 120 pages | softmax: bits/byte | gain | share of RMS | tokens/s | gated-delta: bits/byte | gain |")
-    print("|---|---|---|---|---|---|---|")
+    yield "| 120 pages | softmax: bits/byte | gain | share of RMS | tokens/s | gated-delta: bits/byte | gain |"
+    yield "|---|---|---|---|---|---|---|"
     for arm, title in ARMS.items():
         cells = []
         for body, pages in bodies.items():
@@ -121,49 +156,82 @@ def table():
             gain = "{:.4f} [{:.4f}, {:.4f}]".format(*pages.gain(arm)) if some and arm != "memory" else ""
             cells += [f"{pages.bits(arm):.4f}" if some else "", gain]
             if body == "softmax":
-                share = pages.share(arm, "dynamic-all-rms") if gain else None
-                cells.append("" if share is None else "{:.0%} [{:.0%}, {:.0%}]".format(*share).replace("%", " %"))
+                cells.append(_percent(pages.share(arm, "dynamic-all-rms") if gain else None))
                 speed = speeds.get((body, arm))
                 cells.append("" if speed is None else f"{int(speed):,}")
-        if any(cells):
-            print(f"| {title} | " + " | ".join(cells) + " |")
-    for body, pages in bodies.items():
+        if cells[0] or cells[4]:
+            yield f"| {title} | " + " | ".join(cells) + " |"
+
+
+def ratios():
+    """Sentences: how much of one arm's gain another has."""
+    for body in ("softmax", "gated-delta"):
+        pages = Pages(body)
         for arm, of in (("refresh-64-trained", "dynamic-block-rms"), ("cache-refresh-64-trained", "dynamic-all-rms"),
                         ("refresh-64-trained", "dynamic-all-sgd"), ("dynamic-block-rms", "dynamic-all-rms"),
                         ("refresh-16", "dynamic-block-rms"), ("refresh-64", "dynamic-block-rms")):  # fmt: skip
             if pages.has(of):
-                print(f"{body}: {arm} has {{:.0%}} [{{:.0%}}, {{:.0%}}] of {of}".format(*pages.share(arm, of)))
+                yield f"{body}: {arm} has {_percent(pages.share(arm, of))} of {of}"
 
 
-def other_seeds():
-    """Markdown of the other bodies and seeds: gain and share of both forms of dynamic evaluation."""
+def seeds_table():
+    """Rows of Markdown of the other bodies and seeds: gain and share of both forms of dynamic evaluation."""
     found = {}
     for line in read(f"{NAME}-seeds.csv"):
         found.setdefault((line["body"], line["seed"]), {})[line["arm"]] = line
-    heads = [f"{body}, seed {seed}: {arms['memory']['bits_per_byte']}" for (body, seed), arms in found.items()]
-    print("\n| | " + " | share | ".join(heads) + " | share |")
-    print("|---" * (2 * len(found) + 1) + "|")
-    for arm in [*ARMS, *sorted({a for arms in found.values() for a in arms} - set(ARMS))]:
+    heads = [f"{body}, {float(arms['memory']['bits_per_byte']):.3f}" for (body, _), arms in found.items()]
+    yield "| | " + " | share | ".join(heads) + " | share |"
+    yield "|---" * (2 * len(found) + 1) + "|"
+    for arm, title in ARMS.items():
         cells = []
         for arms in found.values():
             line, shares = arms.get(arm), []
             for of in ("dynamic-all-sgd", "dynamic-all-rms"):
                 if line and of in arms:
                     shares.append(f"{float(line['gain_over_memory']) / float(arms[of]['gain_over_memory']):.0%}")
-            cells += ["{gain_over_memory} [{low}, {high}]".format(**line) if line else "", " / ".join(shares)]
-        if any(cells):
-            print(f"| {ARMS.get(arm, arm)} | " + " | ".join(cells).replace("%", " %") + " |")
+            numbers = [float(line[n]) for n in ("gain_over_memory", "low", "high")] if line else None
+            cells.append("{:.3f} [{:.3f}, {:.3f}]".format(*numbers) if numbers else "")
+            cells.append(" / ".join(shares).replace("% /", " /").replace("%", " %"))
+        if any(cells) and arm not in ("static", "memory"):
+            yield f"| {title} | " + " | ".join(cells) + " |"
 
 
-def gains(body, by):
-    """{arm: gains in bits per byte by bin} and the bins' names."""
-    lines = [line for line in read(f"{NAME}.csv") if line["body"] == body and line["by"] == by]
-    memory = {line["low"]: float(line["nats"]) for line in lines if line["arm"] == "memory"}
+def long_table():
+    """Rows of Markdown: gain in all and by position, and share of dynamic evaluation, of pages to 16 times the trained
+    length."""
+    for body in dict.fromkeys(line["body"] for line in read(f"{LONG}.csv")):
+        pages, (found, bins) = Pages(body, f"{LONG}-pages.csv"), gains(body, "position", f"{LONG}.csv")
+        count, bits = len(pages.bytes), pages.bits("memory")
+        yield f"| {body}, {bits:.3f}; {count} pages | gain | " + " | ".join(bins) + " | share of SGD | of RMS |"
+        yield "|---" * (len(bins) + 4) + "|"
+        for arm, title in ARMS.items():
+            if arm in found and arm != "memory":
+                shares = (pages.share(arm, f"dynamic-all-{rule}") for rule in ("sgd", "rms"))
+                cells = ["{:.3f} [{:.3f}, {:.3f}]".format(*pages.gain(arm)), *(f"{x:.3f}" for x in found[arm]),
+                         *map(_percent, shares)]  # fmt: skip
+                yield f"| {title} | " + " | ".join(cells) + " |"
+
+
+def lines():
+    """All rows of the page's tables."""
+    return [*main_table(), *long_table(), *seeds_table()]
+
+
+def gains(body, by, name=f"{NAME}.csv", fewest=False):
+    """{arm: gains in bits per byte by bin} over carried memory, and the bins' names.
+
+    Where there are bins of several numbers of pages, those of the most that an arm has read, or of the fewest.
+    """
+    lines = [line for line in read(name) if line["body"] == body and line["by"] == by]
+    lines.sort(key=lambda line: int(line.get("pages", 0)), reverse=fewest)
+    at = lambda line: (line.get("pages"), line["low"])  # noqa: E731
+    memory = {at(line): float(line["nats"]) for line in lines if line["arm"] == "memory"}
     found = {}
     for line in lines:
-        gain = (memory[line["low"]] - float(line["nats"])) / math.log(2) / int(line["bytes"])
-        found.setdefault(line["arm"], []).append(gain)
-    return found, [_name(by, int(line["low"]), int(line["high"])) for line in lines if line["arm"] == "memory"]
+        gain = (memory[at(line)] - float(line["nats"])) / math.log(2) / int(line["bytes"])
+        found.setdefault(line["arm"], {})[line["low"]] = gain
+    ends = {line["low"]: line["high"] for line in lines}
+    return {a: list(x.values()) for a, x in found.items()}, [_name(by, int(a), int(b)) for a, b in ends.items()]
 
 
 def _name(by, low, high):
@@ -183,26 +251,34 @@ def _short(n):
     return str(n)
 
 
-def draw():
-    path = FOLDER / f"{NAME}.png"
-    panels = [("softmax", "position", "position in the page, tokens"),
-              ("gated-delta", "position", "position in the page, tokens"),
-              ("softmax", "repeats", "times that the token was earlier in the page"),
-              ("softmax", "count", "times that the token was in training")]  # fmt: skip
+LABELS = {
+    "position": "position in the page, tokens",
+    "repeats": "times that the token was earlier in the page",
+    "count": "times that the token was in training",
+}
+
+
+def draw(name, panels, arms):
+    """Gains of these arms, a panel for each (body, what they are by) of `panels`."""
+    path = FOLDER / f"{name}.png"
     title = "What learning from the page gains over carried memory"
-    with figure(path, 2, 2, title=title, size=(4.6, 3.3)) as axes:
-        for at, (body, by, label) in zip(axes.flat, panels, strict=True):
-            found, bins = gains(body, by)
-            for arm, (color, name) in DRAWN.items():
-                if arm in found:
-                    curve(at, range(len(bins)), found[arm], label=name, color=color, dashed="dynamic" in arm)
+    columns = 2 if len(panels) % 2 == 0 else len(panels)
+    with figure(path, columns, len(panels) // columns, title=title, size=(4.6, 3.3)) as axes:
+        axes = np.reshape(axes, (-1, columns))
+        for at, (body, by) in zip(axes.flat, panels, strict=True):
+            found, bins = gains(body, by, f"{name}.csv", fewest=True)  # the same pages for all arms
+            for arm in DRAWN:
+                if arm in arms and arm in found:
+                    color, label = DRAWN[arm]
+                    dashed = "dynamic" in arm or arm == "refresh-16-trained-at-64"
+                    curve(at, range(len(bins)), found[arm], label=label, color=color, dashed=dashed)
             at.axhline(0, color=INK, linewidth=0.8)
-            if by == "count":
+            if by == "count" and max(map(max, found.values())) > 0.5:
                 at.set_yscale("symlog", linthresh=0.1)
-                at.set_yticks([0, 0.05, 0.1, 0.2, 0.4, 0.8], ["0", "0.05", "0.1", "0.2", "0.4", "0.8"])
-                at.set_ylim(-0.02, 1.2)
+                at.set_yticks([0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6], ["0", "0.05", "0.1", "0.2", "0.4", "0.8", "1.6"])
+                at.set_ylim(-0.02, 1.7)
             at.set_xticks(range(len(bins)), bins)
-            at.set(title=f"{body} body", xlabel=label)
+            at.set(title=f"{body} body", xlabel=LABELS[by])
         for row in axes:
             row[0].set_ylabel("bits per byte gained")
         handles = axes[0, 0].get_legend_handles_labels()
@@ -211,7 +287,13 @@ def draw():
 
 
 def report(given):
-    """Print the tables and draw the figure."""
-    table()
-    other_seeds()
-    draw()
+    """Print the tables and draw the figures."""
+    print(*lines(), *ratios(), sep="\n")
+    other = {
+        NAME: ("refresh-16-trained-at-64", "published"),
+        LONG: ("dynamic-all-sgd", "dynamic-block-rms", "refresh-16"),
+    }
+    for name, by_token in ((NAME, "softmax"), (LONG, "gated-delta")):
+        bodies = {line["body"] for line in read(f"{name}.csv")}
+        panels = [(body, "position") for body in ("softmax", "gated-delta") if body in bodies]
+        draw(name, [*panels, (by_token, "repeats"), (by_token, "count")], set(DRAWN) - set(other[name]))

@@ -67,6 +67,8 @@ def plot(rows: list[Row], path: Path) -> None:
             for ax, (by, name) in zip(line, names.items(), strict=True):
                 at = BINS[by]
                 for label, curve, look in _curves(rows):
+                    if by != "position" and label.startswith(("no decay", "decay")):
+                        continue  # what happens beyond the windows of training shows by position
                     found = {at.index(b): v for (who, kind, b), v in curve.items() if (who, kind) == (body, by)}
                     x = sorted(found)
                     band = ([found[b][1] for b in x], [found[b][2] for b in x])
