@@ -235,7 +235,7 @@ def test_the_program_adapts_resumes_and_evaluates(run, place):
     (["hf", "eval", "model", "missing.txt"], "cannot read missing.txt"),
     (["hf", "eval", "model", "long.txt", "--mode", "magic"], "mode is 'magic'; expected one of 'static', 'still'"),
     (["hf", "eval", "model", "long.txt", "--stride", "2000"], "stride is 2000; expected from 1 to the window"),
-    (["hf", "adapt", "model"], "--data is missing; expected stdlib, a file"),
+    (["hf", "adapt", "model"], "--data is missing; expected stdlib, stdlib-modules, a file"),
     (["hf", "adapt", "model", "--data", "nowhere"], "data is 'nowhere'"),
     (["hf", "adapt", "model", "-o", "texts", "--resume"], "texts has no adapt.json"),
     (["hf", "adapt", "model", "--data", "texts", "--lr", "1", "--resume"], "--resume with data, lr; expected no"),

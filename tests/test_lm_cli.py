@@ -131,6 +131,13 @@ def test_generate_goes_on_from_a_memory(run, trained):
     assert len(out) > 1
 
 
+def test_generate_begins_a_document_of_its_own(run, trained):
+    """Neither prompt nor memory: the empty text is read, of which a Fast Weight Layer that waits learns nothing."""
+    code, out, err = run("generate", trained, "--tokens", "20")
+    assert code == 0, err
+    assert len(out) > 1
+
+
 def test_a_resumed_run_takes_no_changes(run, trained):
     code, _, err = run("train", trained, "--resume", "--lr", "1")
     assert (code, "--resume with lr; expected no changes" in err) == (2, True)
@@ -139,7 +146,9 @@ def test_a_resumed_run_takes_no_changes(run, trained):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, hf:NAME or an"),
+    (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, stdlib-modules, hf:NAME or an"),
+    (["train", "new", "--lr", "-1"], "lr is -1.0; expected 0 or more"),
+    (["train", "new", "--forget", "2"], "forget is 2.0; expected a share, from 0 to 1"),
     (["train", "new", "--data", "texts", "--layers", "gpt*2"], "layers is 'gpt*2'; expected names"),
     (["train", "new", "--data", "texts", "--batch", "5000"], "expected at least 1280001: a batch is 5000 rows"),
     (["train", "new", "--layers", "delta*2", "--depth", "3"], "--layers with --model or --depth; expected one"),
@@ -157,6 +166,7 @@ def test_mistakes_are_one_line(run, trained, place, arguments, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+    assert not (place / "new").exists()  # so that the same command, corrected, runs
 
 
 def test_the_same_from_python(trained):

@@ -59,7 +59,7 @@ def test_what_is_no_text_is_left_out(tmp_path):
     (tmp_path / ".hidden").write_bytes(TEXT)
     with pytest.raises(FastWeightError, match="holds no text; expected at least one file that is neither empty nor"):
         prepare(str(tmp_path), "bytes", tmp_path / "cache")
-    with pytest.raises(FastWeightError, match="expected stdlib, hf:NAME or an existing file or folder"):
+    with pytest.raises(FastWeightError, match="expected stdlib, stdlib-modules, hf:NAME or an existing file or folder"):
         prepare(str(tmp_path / "nothing"), "bytes")
 
 

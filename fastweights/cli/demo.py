@@ -21,8 +21,8 @@ WHAT = {
 
 
 def demo(
-    run: Annotated[Path, typer.Argument(help="Folder to make for the run.")] = Path("runs/demo"),
-    minutes: Annotated[float, typer.Option(help="Minutes to train at most.")] = 4.0,
+    run: Annotated[Path, typer.Argument(help="Folder to make for the run.", metavar="RUN")] = Path("runs/demo"),
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes to train at most.")] = 4.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train at most.")] = 1500,
     limit: Annotated[int, typer.Option(min=1, help="Bytes of held-out documents to score.")] = 65_536,
     prompt: Annotated[str, typer.Option(help="Text to go on with.")] = PROMPT,

@@ -76,7 +76,7 @@ def adapt(
         how, data = Adapting(**about["how"]), about["data"]
     else:
         if not data:
-            raise FastWeightError("--data is missing; expected stdlib, a file, a folder, or hf:NAME[:CONFIG]")
+            raise FastWeightError("--data is missing; expected stdlib, stdlib-modules, a file, a folder or hf:NAME")
         head_checkpoints.check_new(out)
         how = Adapting(steps=steps, batch=batch, length=length, window=window, stride=stride, lr=lr, seed=seed)
         about = dict(data=data, step=0, history=[])

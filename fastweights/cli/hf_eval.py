@@ -44,7 +44,9 @@ def evaluate(
     stride: Annotated[
         int, typer.Option(min=1, help="Tokens scored at a time, and between two updates of dynamic evaluation.")
     ] = 256,
-    limit: Annotated[int, typer.Option(help="Bytes of each file to score, from its start; 0 for all.")] = 262_144,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Bytes of each file to score, from its start; 0 for all.")
+    ] = 262_144,
     dynamic_lr: Annotated[
         float | None,
         typer.Option(help="Learning rate of dynamic evaluation; 3e-2, or 1e-5 with statistics, when absent."),

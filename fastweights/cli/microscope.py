@@ -60,6 +60,7 @@ def inspect(
             reading = run_reader.read_run(model, file, **how)
         blocks.append(page_data.model_block(reading, tracker.found()))
         kept = len(reading.text.tokens)
-        say(f"{model}: {kept:,} tokens of {file}, {len(reading.probe.memories)} memories")
+        count = len(reading.probe.memories)
+        say(f"{model}: {kept:,} tokens of {file}, {count} {'memory' if count == 1 else 'memories'}")
     size = page.write(out, blocks, f"What the memory did with {file.name}")
     say(f"Written to {out} ({size / 2**20:.1f} MiB); open it in a browser")

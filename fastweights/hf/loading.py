@@ -41,6 +41,11 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32"
             raise FastWeightError(f"model {path} has no config.json; expected one, or a single GGUF file in it")
         source |= dict(gguf_file=found[0].name)
     file = path / source.get("gguf_file", "config.json")
+    if (path / "metrics.jsonl").exists():
+        raise FastWeightError(
+            f"model {path} is a run of `fastweights train`; expected a model of transformers: `fastweights hf export` "
+            "makes one of it, and `fastweights eval` scores the run itself"
+        )
     try:
         _check_size(transformers.AutoConfig.from_pretrained(path, **source), file)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **source)

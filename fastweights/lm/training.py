@@ -45,10 +45,11 @@ def train(
         model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
         if config.start:
             run_folder.start_from(model, Path(config.start), weights=not resume)
-        if ranks.first:
+        trainer = Trainer(config, run, corpus, model, ranks)
+        if ranks.first:  # from here on the run exists: what can be refused has been
             _write_folder(run, config, corpus, model, resume)
         ranks.wait()
-        Trainer(config, run, corpus, model, ranks).go(resume, console if ranks.first else None)
+        trainer.go(resume, console if ranks.first else None)
         ranks.end()
     return run
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -39,6 +40,14 @@ CHOICES = dict(
     preset=tuple(PRESETS),
 )  # fmt: skip
 
+# Fields that take numbers, which numbers these are, and how to say so.
+RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("depth", "dim", "heads", "length", "batch", "accumulate", "steps", "eval_every"), lambda n: n >= 1, "at least 1"),
+    (("hidden", "fast_hidden", "window", "warmup", "minutes", "lr", "step_lr", "weight_decay", "fast_clip", "seed"),
+     lambda n: n >= 0, "0 or more"),
+    (("clip",), lambda n: n > 0, "above 0"),
+    (("forget", "final_lr", "fast_decay"), lambda n: 0 <= n <= 1, "a share, from 0 to 1"),
+)  # fmt: skip
 
 MOST_BLOCKS = (
     4096  # and numbers up to MOST: configurations come from files, and a typing error must not fill the memory
@@ -144,14 +153,15 @@ class Config:
         for name, choices in CHOICES.items():
             if getattr(self, name, choices[0]) not in choices:
                 raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")
-        for name in ("depth", "dim", "heads", "length", "batch", "accumulate", "steps", "eval_every"):
-            if getattr(self, name) < 1:
-                raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.dim % (2 * self.heads):
             raise FastWeightError(
                 f"dim is {self.dim}; expected a multiple of {2 * self.heads}: heads are "
                 f"{self.heads}, each of an even width"
             )
+        for names, fits, expected in RANGES:
+            for name in names:
+                if not fits(getattr(self, name)):
+                    raise FastWeightError(f"{name} is {getattr(self, name)}; expected {expected}")
         if not 0 <= self.dropout < 1:
             raise FastWeightError(f"dropout is {self.dropout}; expected from 0 to below 1: the share left out")
         if self.refresh < 0:

@@ -319,7 +319,7 @@ class LanguageModel(nn.Module):
         state = self.init_state(1) if memory is None else self._take(memory).state
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         segment = segment or self._segment(inputs)
-        if isinstance(state.fast, RefreshState):  # after generated tokens, one of which is unlearned
+        if isinstance(state.fast, RefreshState) and inputs.shape[1]:  # one of the tokens generated before is unlearned
             state = state._replace(fast=self.fast.label_waiting(inputs[:, 0], state.fast))
         elif state.fast is not None and state.fast.waiting.any():
             segment = 1

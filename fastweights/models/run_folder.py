@@ -25,7 +25,8 @@ BEST, LAST, PREVIOUS = "best.safetensors", "last.safetensors", "previous.safeten
 def read_config(run: Path) -> tuple[Config, dict[str, Any]]:
     """The configuration of a run, and what else config.json holds."""
     if not run.is_dir():
-        raise FastWeightError(f"run {run} does not exist; expected a folder that `fastweights train` made")
+        what = "is a file" if run.exists() else "does not exist"
+        raise FastWeightError(f"run {run} {what}; expected a folder that `fastweights train` made")
     content = read_json(run / CONFIG, "the folder of a run that `fastweights train` made")
     config, vocab = content.get("config"), content.get("vocab")
     if not isinstance(config, dict) or not isinstance(vocab, int) or vocab < 1:

@@ -55,7 +55,9 @@ def files(spec: str) -> tuple[Path, list[Path]]:
     if root.is_file():
         return root.parent, [root]
     if not root.is_dir():
-        raise FastWeightError(f"data is {spec!r}; expected stdlib, hf:NAME or an existing file or folder")
+        raise FastWeightError(
+            f"data is {spec!r}; expected stdlib, stdlib-modules, hf:NAME or an existing file or folder"
+        )
     paths = (p for p in root.rglob("*") if p.is_file())
     found = sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(root).parts))
     whole = root.resolve()

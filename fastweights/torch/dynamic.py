@@ -119,6 +119,8 @@ class DynamicEvaluation:
     ):
         if rule not in RULES:
             raise FastWeightError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}")
+        if not 0 <= lr < math.inf:
+            raise FastWeightError(f"lr is {lr}; expected a number of at least 0: a step goes down the gradient")
         if segment < 1:
             raise FastWeightError(f"segment is {segment}; expected at least 1 token between updates")
         if carry and context:

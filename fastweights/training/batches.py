@@ -34,7 +34,7 @@ class Batches:
             need, have = self.rows * self.length + 1, len(self.split.tokens)
             raise FastWeightError(
                 f"the training documents hold {have} tokens; expected at least {need}: a batch is "
-                f"{self.rows} rows of {self.length} tokens and one more"
+                f"{self.rows} rows of {self.length} tokens and one more (--batch and --length make it smaller)"
             )
 
     @property
