@@ -148,6 +148,7 @@ def test_a_resumed_run_takes_no_changes(run, trained):
 @pytest.mark.parametrize("arguments, message", [
     (["train", "new", "--data", "nowhere"], "data is 'nowhere'; expected stdlib, stdlib-modules, hf:NAME or an"),
     (["train", "new", "--lr", "-1"], "lr is -1.0; expected 0 or more"),
+    (["train", "new", "--heads", "0"], "heads is 0; expected at least 1"),
     (["train", "new", "--forget", "2"], "forget is 2.0; expected a share, from 0 to 1"),
     (["train", "new", "--data", "texts", "--layers", "gpt*2"], "layers is 'gpt*2'; expected names"),
     (["train", "new", "--data", "texts", "--batch", "5000"], "expected at least 1280001: a batch is 5000 rows"),

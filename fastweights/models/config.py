@@ -153,15 +153,15 @@ class Config:
         for name, choices in CHOICES.items():
             if getattr(self, name, choices[0]) not in choices:
                 raise FastWeightError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")
+        for names, fits, expected in RANGES:
+            for name in names:
+                if not fits(getattr(self, name)):
+                    raise FastWeightError(f"{name} is {getattr(self, name)}; expected {expected}")
         if self.dim % (2 * self.heads):
             raise FastWeightError(
                 f"dim is {self.dim}; expected a multiple of {2 * self.heads}: heads are "
                 f"{self.heads}, each of an even width"
             )
-        for names, fits, expected in RANGES:
-            for name in names:
-                if not fits(getattr(self, name)):
-                    raise FastWeightError(f"{name} is {getattr(self, name)}; expected {expected}")
         if not 0 <= self.dropout < 1:
             raise FastWeightError(f"dropout is {self.dropout}; expected from 0 to below 1: the share left out")
         if self.refresh < 0:
