@@ -62,9 +62,9 @@ def read(
     N, L, _ = x.shape
     F, K = W1.shape[2], L // C
     chunks = x.unflatten(1, (K, C))
-    grams = chunks[:, 1:] @ chunks[:, :-1].mT  # (N, K - 1, C, C)
-    low1, low2 = W1[:, :-1].to(dtype), [W2[:, :-1].to(dtype), torch.empty_like(W2[:, :-1], dtype=dtype)]
-    low1, low2 = low1.contiguous(), [w.contiguous() for w in low2]
+    flat = x.view(N * K, C, -1)
+    grams = torch.bmm(flat[1:], flat[:-1].mT)  # of each chunk with the one before it, those of other sequences too
+    low1, low2 = W1[:, :-1].to(dtype).contiguous(), [W2[:, :-1].to(dtype).contiguous(), x.new_empty(N, F, size)]
     # What the second stream reads or writes while the next chunk is under way is there twice.
     early, r, a, half = ([x.new_empty(N, C, F) for _ in range(2)] for _ in range(4))
     xhat, n, dn, dy = (x.new_empty(N, C, size) for _ in range(4))
@@ -76,7 +76,7 @@ def read(
     for m in range(K):
         i, part = m % 2, slice(m * C, (m + 1) * C)
         beside.join("first", m)
-        before = (grams[:, m - 1], r[1 - i], half[1 - i]) if m else None
+        before = (grams[m - 1 :: K], r[1 - i], half[1 - i]) if m else None
         kernels.hidden(early[i], W1, before, r[i], a[i], steps)
         beside.join("second", m)
         torch.bmm(a[i], low2[i], out=xhat)

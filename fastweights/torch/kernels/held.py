@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 64  # inputs and outputs of the weights that a program updates
+INPUTS, OUTPUTS, WARPS = 64, 64, 4  # of the tile of weights that a program updates, and its warps
+COLUMNS = 64  # hidden units of a program
 
 
 @triton.jit
@@ -147,6 +148,10 @@ def _update(
     across = tl.cdiv(outputs, BO)
     i = tile // across * BI + tl.arange(0, BI)
     o = tile % across * BO + tl.arange(0, BO)
+    own = w + n * (inputs + 1) * outputs
+    mine = i[:, None] * outputs + o[None, :]
+    whole = (i < inputs)[:, None] & (o < outputs)[None, :]
+    old = tl.load(own + mine, mask=whole, other=0.0)  # asked for first, since it is far away
     change = tl.zeros([BI, BO], tl.float32)
     total = tl.zeros([BO], tl.float32)
     for first in range(0, T, BT):
@@ -162,12 +167,9 @@ def _update(
         change += tl.dot(keys, gradients, input_precision="ieee")
         if BIAS:
             total += tl.sum(gradients.to(tl.float32), 0)
-    own = w + n * (inputs + 1) * outputs
-    at = i[:, None] * outputs + o[None, :]
-    inside = (i < inputs)[:, None] & (o < outputs)[None, :]
-    new = tl.load(own + at, mask=inside, other=0.0) - change * (FACTOR * tl.load(steps + STEP))
-    tl.store(own + at, new, mask=inside)
-    tl.store(low + n * inputs * outputs + at, new.to(low.dtype.element_ty), mask=inside)
+    new = old - change * (FACTOR * tl.load(steps + STEP))
+    tl.store(own + mine, new, mask=whole)
+    tl.store(low + n * inputs * outputs + mine, new.to(low.dtype.element_ty), mask=whole)
     if BIAS:  # noqa: SIM102 - known when the kernel is compiled
         if tile < across:
             last = own + inputs * outputs + o
@@ -177,15 +179,18 @@ def _update(
 
 @triton.jit
 def _learn_first(
-    w, low, x, half, r, steps, x_stride, T, D, F, BIAS: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr
+    w, low, x, half, r, steps, x_stride, T, D, F, BIAS: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
     """A step of the first layer; its gradient is 2 r half. One program: a tile of one sequence, as in `_update`."""
     n = tl.program_id(0).to(tl.int64)
-    _update(n, tl.program_id(1), w, low, x, half, r, steps, x_stride, T, D, F, 0, 2.0, True, BIAS, TILE, TILE, BT)
+    _update(n, tl.program_id(1), w, low, x, half, r, steps, x_stride, T, D, F, 0, 2.0, True, BIAS, BI, BO, BT)
 
 
 @triton.jit
-def _learn_second(w, low, norm, a, dy, xhat, dn, steps, T, F, size, TILE: tl.constexpr, BT: tl.constexpr):
+def _learn_second(
+    w, low, norm, a, dy, xhat, dn, steps, T, F, size, BI: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr
+):  # fmt: skip
     """A step of the second layer and of the norm. One program: a tile of either, of one sequence.
 
     w, low       as in `_update`;  norm (N, 2 size): scale -= step sum xhat dn and shift -= step' sum dn
@@ -193,14 +198,14 @@ def _learn_second(w, low, norm, a, dy, xhat, dn, steps, T, F, size, TILE: tl.con
     """
     n = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    tiles = tl.cdiv(F, TILE) * tl.cdiv(size, TILE)
+    tiles = tl.cdiv(F, BI) * tl.cdiv(size, BO)
     if tile < tiles:
-        _update(n, tile, w, low, a, dy, dy, steps, T * F, T, F, size, 2, 1.0, False, True, TILE, TILE, BT)
+        _update(n, tile, w, low, a, dy, dy, steps, T * F, T, F, size, 2, 1.0, False, True, BI, BO, BT)
     else:
-        column = (tile - tiles) * TILE + tl.arange(0, TILE)
+        column = (tile - tiles) * BO + tl.arange(0, BO)
         mask = column < size
-        along = tl.zeros([TILE], tl.float32)
-        total = tl.zeros([TILE], tl.float32)
+        along = tl.zeros([BO], tl.float32)
+        total = tl.zeros([BO], tl.float32)
         for first in range(0, T, BT):
             t = first + tl.arange(0, BT)
             at = (n * T + t[:, None]) * size + column[None, :]
@@ -229,9 +234,9 @@ def hidden(
     N, T, F = h.shape
     gram, r0, half0 = (h, h, h) if before is None else before
     bias = W1[:, -1]
-    _hidden[N, triton.cdiv(F, TILE)](
+    _hidden[N, triton.cdiv(F, COLUMNS)](
         h, bias, bias.stride(0), gram, gram.stride(0), r0, half0, r, a, steps, T, F,
-        FIRST=before is None, BT=_block(T), BF=TILE,
+        FIRST=before is None, BT=_block(T), BF=COLUMNS,
     )  # fmt: skip
 
 
@@ -285,9 +290,9 @@ def learn_first(W1: Tensor, low: Tensor, x: Tensor, half: Tensor, r: Tensor, ste
         bias: whether the last row takes its step too, which `hidden` does otherwise.
     """
     (N, T, D), F = x.shape, r.shape[2]
-    _learn_first[N, triton.cdiv(D, TILE) * triton.cdiv(F, TILE)](
-        W1, low, x, half, r, steps, x.stride(0), T, D, F, BIAS=bias, TILE=TILE, BT=min(64, _block(T)),
-        num_stages=1,
+    _learn_first[N, triton.cdiv(D, INPUTS) * triton.cdiv(F, OUTPUTS)](
+        W1, low, x, half, r, steps, x.stride(0), T, D, F, BIAS=bias, BI=INPUTS, BO=OUTPUTS, BT=min(64, _block(T)),
+        num_stages=1, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -304,9 +309,10 @@ def learn_second(
         steps: (6,) in float32.
     """
     (N, T, F), size = a.shape, dy.shape[2]
-    _learn_second[N, (triton.cdiv(F, TILE) + 1) * triton.cdiv(size, TILE)](
-        W2, low, norm, a, dy, xhat, dn, steps, T, F, size, TILE=TILE, BT=min(64, _block(T)), num_stages=1
-    )
+    _learn_second[N, (triton.cdiv(F, INPUTS) + 1) * triton.cdiv(size, OUTPUTS)](
+        W2, low, norm, a, dy, xhat, dn, steps, T, F, size, BI=INPUTS, BO=OUTPUTS, BT=min(64, _block(T)),
+        num_stages=1, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _block(T: int) -> int:
