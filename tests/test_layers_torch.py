@@ -26,6 +26,26 @@ def test_presets_compile_without_a_graph_break(name):
     torch.testing.assert_close(found, {n: p.grad for n, p in layer.named_parameters()})
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["deltanet", "gated-deltanet"])
+def test_a_captured_layer_replays_itself(name):
+    """As two CUDA graphs, of both passes, and as those of torch.compile: for every input what eager mode gives."""
+    to = dict(device="cuda", dtype=torch.bfloat16)
+    layer = FastWeightAttention.preset(name, dim=64, heads=2, **to)
+    weights = list(layer.parameters())
+    captured = torch.cuda.make_graphed_callables(
+        lambda x, *weights: layer(x)[0], (torch.randn(1, 70, 64, **to, requires_grad=True), *weights)
+    )
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for _ in range(3):
+        x, dy = torch.randn(1, 70, 64, **to, requires_grad=True), torch.randn(1, 70, 64, **to)
+        want = layer(x)[0]
+        exact = want, torch.autograd.grad(want, [x, *weights], dy)
+        for call in (lambda x: captured(x, *weights), lambda x: compiled(x)[0]):
+            y = call(x)
+            torch.testing.assert_close((y, torch.autograd.grad(y, [x, *weights], dy)), exact, rtol=0, atol=0)
+
+
 class Step(torch.nn.Module):
     """One token with its state as plain tensors, for exporters."""
 

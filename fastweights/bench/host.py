@@ -140,7 +140,8 @@ def run(
         device, dtype: of the inputs.
         repeats: samples, of 20 calls each; one more warms up.
         layers: names of presets.
-        compiled: also torch.compile of the first of these layers; on a GPU also in the mode that replays CUDA graphs.
+        compiled: also torch.compile of the first of these layers; on a GPU also in the mode that replays CUDA graphs,
+            and captured as a CUDA graph without a compiler.
         peers: also FLA, if it is installed.
         advance: moves the progress bar.
     """
@@ -150,6 +151,8 @@ def run(
         for mode in _modes(device):
             name = f"layer, {layers[0]}, torch.compile" + (f", {mode}" if mode else "")
             calls[name] = (torch.compile(call, mode=mode), leaves)
+        if device == "cuda":
+            calls[f"layer, {layers[0]}, CUDA graph"] = (_captured(call, leaves), leaves)
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     # Contestants take turns, so that a slow moment of the machine falls on all of them.
@@ -165,6 +168,12 @@ def run(
                 samples[name][1].append(both_time)
             advance(name, 1)
     return [Result(name, _median(forward), _median(both)) for name, (forward, both) in samples.items()]
+
+
+def _captured(call: Callable[[], Tensor], leaves: list[Tensor]) -> Callable[[], Tensor]:
+    """The call and its backward pass as two CUDA graphs, which are replayed."""
+    graphed = torch.cuda.make_graphed_callables(lambda *_: call(), tuple(leaves))
+    return lambda: graphed(*leaves)
 
 
 def _row(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
@@ -191,14 +200,15 @@ def _modes(device: str) -> tuple[str | None, ...]:
 
 def steps(repeats: int, layers: Sequence[str], compiled: bool, device: str) -> int:
     """How often `run` advances."""
-    return (repeats + 1) * (len(layers) + 6 + (len(_modes(device)) if compiled else 0))
+    more = len(_modes(device)) + (device == "cuda") if compiled else 0
+    return (repeats + 1) * (len(layers) + 6 + more)
 
 
 def show(results: Sequence[Result], shape: Sequence[int], device: str, dtype: torch.dtype, console: Console) -> None:
     """Print the results as a table."""
     B, T, H, K = shape
     kind = str(dtype).removeprefix("torch.")
-    title = f"the host's microseconds per call, eager, (B, T, H, K) = ({B}, {T}, {H}, {K}), {kind} on {device}"
+    title = f"the host's microseconds per call, (B, T, H, K) = ({B}, {T}, {H}, {K}), {kind} on {device}"
     table = new_table(title)
     for heading in ("", "forward", "forward+backward"):
         table.add_column(heading, justify="right" if heading else "left")

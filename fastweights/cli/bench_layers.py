@@ -55,7 +55,7 @@ def host(
     dtype: Inputs = None,
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="Time torch.compile of the first layer too."),
+        typer.Option("--compile", help="Time the first layer by torch.compile too, and on a GPU as a CUDA graph."),
     ] = False,
     name: Annotated[
         list[str] | None,
