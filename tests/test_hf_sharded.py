@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from two_processes import in_two_processes
+from two_processes import in_two_processes, same_worker
 
 from fastweights.hf import FastWeightConfig, FastWeightForCausalLM
 
@@ -64,6 +64,7 @@ def alone():
     return losses, model, model.eval().generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
 
 
+@same_worker
 def test_two_processes_are_one(tmp_path):
     losses, model, wrote = in_two_processes(as_rank, tmp_path, meanwhile=alone)
     found = torch.load(tmp_path / "found.pt", weights_only=True)

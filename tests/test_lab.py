@@ -12,6 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from two_processes import forked, same_worker
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -199,6 +200,7 @@ def test_command_in_two_processes(monkeypatch, capsys, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["associative.csv", "associative.png"]
 
 
+@same_worker
 def test_failures_in_processes_cost_their_arms_alone(tmp_path):
     """A process that fails or dies is replaced and every other arm is done; on a GPU the arm is tried once more."""
     plan = plans.plan("recall", smoke=True, out=tmp_path)
@@ -207,7 +209,7 @@ def test_failures_in_processes_cost_their_arms_alone(tmp_path):
     plan.chosen = [bad, good, deadly, dict(good, seed=1)]
     heard = []
     work = processes.Pool([(plan, arm) for arm in plan.chosen], "cpu", None, math.inf, lambda *told: heard.append(told))
-    work.device = "cuda"  # only the pool believes so
+    work.device, work.context = "cuda", forked()  # only the pool believes that it has a GPU
     failures, broke = [], work._broke
     work._broke = lambda n, i, why: (failures.append(i), broke(n, i, why))
     broken = work.run(2)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from two_processes import in_two_processes
+from two_processes import in_two_processes, same_worker
 
 from fastweights import tensor_files
 from fastweights.core import FastWeightError
@@ -231,6 +231,7 @@ def make_longer(run):
     (run / run_folder.CONFIG).write_text(json.dumps(about))
 
 
+@same_worker
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_are_one_with_twice_the_batch(go, tmp_path, corpus, parallel):
     """And they resume as one does: in new processes, or (sharded) in the caller's own process group."""

@@ -4,17 +4,30 @@ It keeps the port from the first moment. A port that was asked for and given bac
 that two processes have imported torch, and is gone for the second process when the first, its holder, ends early.
 """
 
+import functools
 import multiprocessing
 import os
 
+import pytest
 import torch
+
+same_worker = pytest.mark.xdist_group("processes")  # of pytest: what has been imported for one test serves all of them
+
+
+@functools.cache
+def forked():
+    """Processes forked of one that has imported what they need, and has no thread, unlike the one of the tests."""
+    context = multiprocessing.get_context("forkserver")
+    ours = ["fastweights.hf", "fastweights.lab.papers.recall", "fastweights.lm.training"]
+    torchs = [f"torch.{name}" for name in ("_dynamo", "distributed.checkpoint.state_dict", "distributed.fsdp")]
+    context.set_forkserver_preload(["pytest", *torchs, *ours])
+    return context
 
 
 def in_two_processes(target, *arguments, meanwhile=lambda: None):
     """target(rank, *arguments) in each of two, and `meanwhile()` here, whose result is returned."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads other frameworks have started
-    processes = [context.Process(target=_as_rank, args=(r, store.port, target, *arguments)) for r in range(2)]
+    processes = [forked().Process(target=_as_rank, args=(r, store.port, target, *arguments)) for r in range(2)]
     for p in processes:
         p.start()
     found = meanwhile()
