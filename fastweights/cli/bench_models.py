@@ -100,10 +100,15 @@ def train(
         raise FastWeightError("--peers needs flash-linear-attention, which is not installed")
     rows = {name: value for name, value in (("length", length), ("batch", batch)) if value}
     sizes = {name: settings | rows for name, settings in sizes.items() if not size or name in size}
+
+    def told(r: bench_train.Result) -> None:
+        rate = f"{r.tokens_per_second:,.0f} tokens/s, {100 * r.share_of_peak:.1f} % of matrix peak"
+        say(f"{r.size}, {r.model}, {r.head}, {r.how}: {rate}, ready after {r.ready:.1f} s")
+
     asked = bench_train.cases(sizes, model or bench_train.MODELS, head or ("linear", "fwl"), device, peers)
     with agreeing(len(asked)) as advance:
         steps = repeats or (3 if smoke else 9)
-        results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance)
+        results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance, tell=told)
     bench_train.show(results, device, Console())
     write(path, report.payload(device) | {"train": bench_train.payload(results, vocab)})
 

@@ -21,26 +21,42 @@ from fastweights.files import write_text
 class Clock:
     """Tokens per second of training alone, and the share of the matrix peak that they are.
 
-    tokens: of a step;  flop: per token;  peak: FLOP per second of the devices.
+    On a GPU the first steps compile kernels, and a graph is captured: they are told apart, or a run of minutes would
+    seem slower than it is.
+
+    tokens: of a step;  flop: per token;  peak: FLOP per second of the devices;  first: steps that make ready.
     """
 
-    def __init__(self, tokens: int, flop: float, peak: float):
-        self.tokens, self.share, self.steps, self.since = tokens, flop / peak, 0, time.perf_counter()
+    def __init__(self, tokens: int, flop: float, peak: float, first: int = 0):
+        self.tokens, self.share, self.first, self.steps = tokens, flop / peak, first, 0
+        self.began = self.since = time.perf_counter()
 
     def count(self) -> None:
         """One more step was queued."""
         self.steps += 1
+        if self.steps == self.first:
+            self.since = time.perf_counter()
+
+    @property
+    def ready(self) -> float | None:
+        """Seconds that the first steps took, at the step that ends them; else None."""
+        return self.since - self.began if self.steps == self.first else None
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Validation and saving take no time."""
         at = time.perf_counter()
         yield
-        self.since += time.perf_counter() - at
+        gone = time.perf_counter() - at
+        self.began, self.since = self.began + gone, self.since + gone
 
     def values(self) -> dict[str, float]:
-        """Tokens per second since the start, and the share of peak arithmetic that this is."""
-        speed = self.steps * self.tokens / max(1e-9, time.perf_counter() - self.since)
+        """Tokens per second since the first steps, or of these while there are no others, and the share of peak
+        arithmetic that this is.
+        """
+        after = self.steps > self.first
+        steps, since = (self.steps - self.first, self.since) if after else (self.steps, self.began)
+        speed = steps * self.tokens / max(1e-9, time.perf_counter() - since)
         return dict(tokens_per_second=speed, share_of_peak=speed * self.share)
 
 

@@ -32,6 +32,7 @@ from fastweights.training.parallel import Ranks
 
 VALID_TOKENS = 32_768
 START: dict[str, Any] = dict(step=0, seconds=0.0, best=math.inf)
+WARM = 4  # steps on a GPU until all is compiled, captured and replayed once
 AHEAD = 1  # steps that are queued on the device before the loss of an earlier one is waited for
 
 
@@ -79,7 +80,8 @@ class Trainer:
         step, best, before, began = at["step"], at["best"], at["seconds"], time.perf_counter()
         lines = log.Log(self.run, run_folder.METRICS, step, c.steps, self.corpus.bytes_per_token, console, ranks.first)
         lines.say(f"On {self.machine()}: blocks {self.how}; steps {self.gradients}{self.fast_form()}")
-        clock = log.Clock(len(self.batches[0]) * c.length, self.flop_per_token(), ranks.world * self.peak())
+        tokens, first = len(self.batches[0]) * c.length, WARM if ranks.device.startswith("cuda") else 0
+        clock = log.Clock(tokens, self.flop_per_token(), ranks.world * self.peak(), first)
         done, waiting = self.done(step, before), list[tuple[int, Tensor]]()
         with lines, interruptible() as signals:
             # `done` is the share of the run behind us: all processes go by the first one's clock.
@@ -87,6 +89,8 @@ class Trainer:
                 loss, states = self.step(step, share_of_rate(c, step, done), states)
                 step = step + 1
                 clock.count()
+                if clock.ready:
+                    lines.say(f"Ready: the first {first} steps took {clock.ready:.1f} s; speeds are of later ones")
                 seconds = before + time.perf_counter() - began
                 done, stopped = ranks.sum(self.done(step, seconds) if ranks.first else 0.0, len(signals))
                 waiting.append((step, loss))
