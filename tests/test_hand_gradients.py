@@ -40,6 +40,11 @@ CASES = {
     "depthwise": (hand_gradients.depthwise, plain_depthwise, [(2, 9, 3), (4, 3)]),
     "unit": (lambda x: hand_gradients.unit(x, 1e-6), plain_unit, [(2, 5, 4)]),
     "scaled unit": (lambda x: hand_gradients.unit(x, 1e-6, 0.5), lambda x: plain_unit(x) / 2, [(2, 5, 4)]),
+    "norm": (
+        lambda x, weight: hand_gradients.rms_norm(x, weight, 1e-6),
+        lambda x, weight: 2 * plain_unit(x / 2) * weight,  # 4 wide, eps 4e-6 / 4
+        [(2, 5, 4), (4,)],
+    ),
     "gated norm": (
         lambda x, gate, weight: hand_gradients.GatedNorm.apply(x, gate, weight, 1e-6, "silu")[0],
         lambda x, gate, weight: 2 * plain_unit(x / 2) * weight * torch.nn.functional.silu(gate),  # 4 wide, eps 4e-6 / 4

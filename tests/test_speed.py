@@ -17,7 +17,7 @@ from fastweights.models.decoding import Decoder
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch import fwl_train, graphs
 from fastweights.torch.tree import flatten
-from fastweights.training import trainer
+from fastweights.training import log, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
 SMALL = dict(dim=16, heads=2, depth=2, length=16, batch=4, eval_every=8, steps=20)
@@ -53,6 +53,26 @@ def test_compiled_blocks_train_as_eager_ones_and_are_compiled_once(go, head):
     assert [x["loss"] for x in compiled] == pytest.approx([x["loss"] for x in eager], abs=1e-6, rel=0)
     assert {x["ran"] for x in compiled if "ran" in x} == {"compiled"}
     assert all(0 < x["share_of_peak"] < 1 for x in compiled if "ran" in x)
+
+
+def test_speed_is_that_of_the_steps_after_the_first(monkeypatch):
+    """Steps that compile are told apart, and validation takes no time."""
+    now = [0.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    clock = log.Clock(tokens=10, flop=2.0, peak=100.0, first=2)
+    for seconds in (30.0, 5.0):  # compiled and captured
+        assert clock.ready is None
+        now[0] += seconds
+        clock.count()
+    assert clock.ready == 35
+    assert clock.values()["tokens_per_second"] == pytest.approx(20 / 35)
+    for _ in range(3):
+        now[0] += 0.5
+        clock.count()
+        with clock.stopped():
+            now[0] += 100
+    assert clock.ready is None
+    assert clock.values() == pytest.approx(dict(tokens_per_second=20.0, share_of_peak=0.4))
 
 
 class Again:

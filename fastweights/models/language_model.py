@@ -21,7 +21,7 @@ from fastweights.models.mixers import Documents, mixer
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_train
 from fastweights.torch.fwl import FWLBlock
-from fastweights.torch.hand_gradients import HAS_TRITON
+from fastweights.torch.hand_gradients import HAS_TRITON, rms_norm
 from fastweights.torch.tree import map_tensors
 
 EPS = 1e-6  # of the norms
@@ -85,13 +85,23 @@ class FeedForward(nn.Module):
         return self.out(F.silu(gate) * x)
 
 
+class Norm(nn.RMSNorm):
+    """The RMS norm of PyTorch; in training on a CPU, with gradients by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        if x.is_cpu and x.requires_grad and torch.is_grad_enabled():
+            return rms_norm(x, self.weight, self.eps or EPS)
+        return super().forward(x)
+
+
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: Config, name: str, *, device: Any = None, dtype: Any = None):
         super().__init__()
         to = dict(device=device, dtype=dtype)
-        self.norm1, self.norm2 = nn.RMSNorm(config.dim, EPS, **to), nn.RMSNorm(config.dim, EPS, **to)
+        self.norm1, self.norm2 = Norm(config.dim, EPS, **to), Norm(config.dim, EPS, **to)
         self.mixer = mixer(name, config.dim, config.heads, config.window or config.length, **to)
         self.feed_forward = FeedForward(config, **to)
         self.dropout = nn.Dropout(config.dropout)
@@ -138,7 +148,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocab, config.dim, **to)
         nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
         self.blocks = nn.ModuleList(Block(config, name, **to) for name in config.mixers)
-        self.norm = nn.RMSNorm(config.dim, EPS, **to)
+        self.norm = Norm(config.dim, EPS, **to)
         self.fast = None
         if config.head == "fwl":
             hidden = config.fast_hidden or 2 * config.dim
