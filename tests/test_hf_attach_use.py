@@ -2,12 +2,13 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_hf_attach import MODELS, D, V, attach_strong, make, random_tokens
-from transformers import Trainer, TrainingArguments
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, Trainer, TrainingArguments
 
 from fastweights.core import FastWeightError
 from fastweights.hf import (
@@ -60,6 +61,37 @@ def test_a_cache_carries_what_was_learned_and_forks():
     still = model(tokens).logits
     torch.testing.assert_close(still[:, :1], whole[:, :1])
     assert not torch.allclose(still[:, 5:], whole[:, 5:], atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["empty", "sliding"])
+def test_a_cache_may_be_empty_or_hold_sliding_layers_alone(kind):
+    """A DynamicCache() makes its layers on the way; ours must not pass for one that attends to all tokens."""
+    sizes = dict(vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    if kind == "sliding":
+        sizes |= dict(num_key_value_heads=2, head_dim=4, sliding_window=64)
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
+        assert set(model.config.layer_types) == {"sliding_attention"}
+    else:
+        model = make("llama")
+    attach_strong(model)
+    tokens, cache = random_tokens(1, 12), DynamicCache(config=model.config) if kind == "sliding" else DynamicCache()
+    parts = [model(tokens[:, part], past_key_values=cache).logits for part in (slice(0, 8), slice(8, 12))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_a_head_of_its_own(again):
+    model = make("llama")
+    tokens = random_tokens(1, 12)
+    alone = model(tokens).logits
+    attach(model, where="all", refresh=2, step_size=0.5)
+    copied = again(model)
+    assert torch.equal(copied(tokens).logits, model(tokens).logits)
+    detach(copied)
+    assert torch.equal(copied(tokens).logits, alone)
+    assert not torch.equal(model(tokens).logits, alone)  # still attached
 
 
 def test_a_damaged_head_is_refused(tmp_path):

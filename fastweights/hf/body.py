@@ -69,6 +69,20 @@ def teaches(number: int, every: int) -> bool:
     return number % every == 0 or (number < every and number & (number - 1) == 0)
 
 
+class OfCall:
+    """A value of the forward pass that is running, None outside of one: every thread has its own.
+
+    Copies and pickles of a model start without one, which a bare context variable would forbid.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.variable = name, ContextVar[Any](name, default=None)
+        self.get, self.set, self.reset = self.variable.get, self.variable.set, self.variable.reset
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return OfCall, (self.name,)
+
+
 class FastBody:
     """The chosen matrices of a model.
 
@@ -86,7 +100,7 @@ class FastBody:
             )
         self.names, self.step, self.clip, self.every = names, step, clip, every
         self.modules = [self._module(model, name) for name in names]
-        self.now: ContextVar[tuple[Tensor, ...] | None] = ContextVar("now", default=None)
+        self.now = OfCall("now")  # the S of the pass
         self.handles = [m.register_forward_hook(partial(self._add, i)) for i, m in enumerate(self.modules)]
 
     @staticmethod

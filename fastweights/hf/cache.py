@@ -236,6 +236,8 @@ def memory_of(cache: Any) -> HeadMemory:
     found = next((x for x in layers if isinstance(x, HeadMemory)), None)
     if found is None:
         found = HeadMemory()
+        if layers:  # where every layer of the model is sliding, none may seem to attend to all tokens
+            found.is_sliding = all(getattr(layer, "is_sliding", False) for layer in layers)
         layers.append(found)
     return found
 

@@ -1,6 +1,5 @@
 """The hooks by which an attached head, its cache and matrices inside a model take part in its forward passes."""
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.hf.body import FastBody, teaches, without_graph
+from fastweights.hf.body import FastBody, OfCall, teaches, without_graph
 from fastweights.hf.cache import memory_of
 from fastweights.hf.inputs import real_tokens
 from fastweights.hf.residual import HeadState, ResidualHead
@@ -96,8 +95,7 @@ class Hooks:
     ):
         output: Any = model.get_output_embeddings()  # type: ignore[operator]
         self.head, self.cache, self.output, self.trained, self.body = head, cache, output, trained, body
-        self.call: ContextVar[Call | None] = ContextVar("call", default=None)
-        self.use: ContextVar[Use | None] = ContextVar("use", default=None)
+        self.call, self.use = OfCall("call"), OfCall("use")  # a Call, a Use
         self.handles = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             output.register_forward_pre_hook(self.skip),
@@ -130,7 +128,8 @@ class Hooks:
                 "inputs_embeds do not say which they are"
             )
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
-        if state is None and cache is not None:
+        # A cache that nothing is in yet may make its layers as the model asks for them: ours comes after, in `leave`.
+        if state is None and cache is not None and getattr(cache, "layers", None) != []:
             state = memory_of(cache).state
         if state is not None and not isinstance(state, FastState):
             raise FastWeightError(f"fast_state is a {type(state).__name__}; expected the fast_state of another call")
