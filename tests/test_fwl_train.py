@@ -7,7 +7,7 @@ from fwl_oracle import D, V, double, make  # noqa: F401
 from oracle import assert_close
 
 from fastweights.models import config, language_model
-from fastweights.models.mixers import Documents
+from fastweights.models.documents import Documents
 from fastweights.refresh import RefreshState
 from fastweights.torch import fwl_train, fwl_walk
 from fastweights.torch.tree import map_tensors

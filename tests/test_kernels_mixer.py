@@ -11,8 +11,8 @@ from fastweights.attention import AttentionState, between_projections
 from fastweights.attention.config import AttentionConfig
 from fastweights.models.compiled import compile_blocks
 from fastweights.models.config import Config
+from fastweights.models.documents import Documents
 from fastweights.models.language_model import LanguageModel
-from fastweights.models.mixers import Documents
 from fastweights.torch import hand_gradients, packing
 from fastweights.torch.framework import OPS
 from fastweights.torch.kernels import mixer, mixer_operators

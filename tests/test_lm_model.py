@@ -7,9 +7,9 @@ import torch
 from fastweights.core import FastWeightError
 from fastweights.lm.generation import Sampling, generate, text_of
 from fastweights.models.config import Config
+from fastweights.models.documents import Documents
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
-from fastweights.models.mixers import Documents
 from fastweights.text.tokenizer import Bytes
 
 MODELS = ["transformer", "linear", "performer", "delta", "gated-delta", "lstm"]

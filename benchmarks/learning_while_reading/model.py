@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastweights.models.config import Config
+from fastweights.models.documents import Documents
 from fastweights.models.language_model import LanguageModel
-from fastweights.models.mixers import Documents
 from fastweights.text.tokenizer import FILE, Subwords
 from fastweights.torch import FWLBlock
 from fastweights.torch.tree import map_tensors

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.core import FastWeightError
-from fastweights.models.mixers import Documents
+from fastweights.models.documents import Documents
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed batches
 # They say nothing that the cache does not, or are for `generate` alone, which hands them on

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights.fwl_config import FWLState
 from fastweights.models.config import Config
+from fastweights.models.documents import Documents
 from fastweights.models.memory import Memory
-from fastweights.models.mixers import Documents, mixer
+from fastweights.models.mixers import mixer
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_train
 from fastweights.torch.fwl import FWLBlock

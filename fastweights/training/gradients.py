@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fastweights.fwl_config import FWLConfig
 from fastweights.models.compiled import How
 from fastweights.models.config import Config
+from fastweights.models.documents import Documents
 from fastweights.models.language_model import State
-from fastweights.models.mixers import Documents
 from fastweights.torch import graphs
 from fastweights.torch.devices import copied
 from fastweights.torch.fwl_train import unfit

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastweights.models.documents import Documents
 from fastweights.models.language_model import LanguageModel, State
-from fastweights.models.mixers import Documents
 from fastweights.torch.devices import copied
 from fastweights.torch.tree import map_tensors
 
