@@ -18,8 +18,8 @@ from fastweights.bench.case import Case
 from fastweights.bench.peers import PEERS
 from fastweights.bench.report import new_table
 from fastweights.bench.timing import Advance
+from fastweights.models.blocks import Block
 from fastweights.models.config import Config
-from fastweights.models.language_model import Block
 from fastweights.torch import FastWeightAttention, fast_weight
 
 SHAPE = (1, 256, 4, 64)  # B, T, H, K = V

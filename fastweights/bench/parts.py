@@ -18,7 +18,8 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from fastweights import attention
-from fastweights.models.language_model import FeedForward, LanguageModel
+from fastweights.models.blocks import FeedForward
+from fastweights.models.language_model import LanguageModel
 from fastweights.models.mixers import FastWeightMixer
 from fastweights.torch import nn as layers
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastweights.attention import NORM_EPS
 from fastweights.core import FastWeightError
-from fastweights.models.language_model import EPS, LanguageModel
+from fastweights.models.blocks import EPS
+from fastweights.models.language_model import LanguageModel
 from fastweights.torch import feature_map, nn
 
 

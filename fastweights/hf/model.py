@@ -17,7 +17,8 @@ from fastweights.hf.cache import FastWeightCache, Reading
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.head import FastHead, HeadConfig
 from fastweights.hf.inputs import packing_of, real_tokens, text_starts
-from fastweights.models.language_model import EPS, Block, State
+from fastweights.models.blocks import EPS, Block
+from fastweights.models.language_model import State
 from fastweights.torch.tree import map_tensors
 
 

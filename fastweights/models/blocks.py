@@ -1,0 +1,80 @@
+"""A block of a language model: a mixer of tokens and a feed-forward layer, each behind a norm."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastweights.models.config import Config
+from fastweights.models.documents import Documents
+from fastweights.models.mixers import mixer
+from fastweights.torch.hand_gradients import HAS_TRITON, rms_norm
+
+EPS = 1e-6  # of the norms
+
+
+class FeedForward(nn.Module):
+    """relu(x A) B, or SwiGLU: (silu(x A) * (x C)) B; matrices without biases.
+
+    The output starts smaller in deeper models, since every block adds its own to the same features.
+    """
+
+    def __init__(self, config: Config, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.gated = config.ff == "swiglu"
+        self.scale = (2 * len(config.mixers)) ** -0.5  # of the output's initial weights: blocks add up
+        width = config.hidden or (-(-config.dim * 8 // 3 // 16) * 16 if self.gated else 4 * config.dim)
+        self.into = nn.Linear(config.dim, width * (1 + self.gated), bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(width, config.dim, bias=False, device=device, dtype=dtype)
+        with torch.no_grad():
+            self.out.weight.mul_(self.scale)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the initial weights anew."""
+        self.into.reset_parameters()
+        self.out.reset_parameters()
+        self.out.weight.mul_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        x = self.into(x)
+        if not self.gated:
+            return self.out(F.relu(x))
+        if torch.compiler.is_compiling() and x.is_cuda and HAS_TRITON and torch.is_grad_enabled():
+            from fastweights.torch.kernels import swiglu
+
+            return swiglu.projected(x, self.out.weight)
+        gate, x = x.chunk(2, -1)
+        return self.out(F.silu(gate) * x)
+
+
+class Norm(nn.RMSNorm):
+    """The RMS norm of PyTorch; in training on a CPU, with gradients by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        if x.is_cpu and x.requires_grad and torch.is_grad_enabled():
+            return rms_norm(x, self.weight, self.eps or EPS)
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: Config, name: str, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        to = dict(device=device, dtype=dtype)
+        self.norm1, self.norm2 = Norm(config.dim, EPS, **to), Norm(config.dim, EPS, **to)
+        self.mixer = mixer(name, config.dim, config.heads, config.window or config.length, **to)
+        self.feed_forward = FeedForward(config, **to)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, state: Any = None, documents: Documents | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """state: of the mixer, None before the first token.  mask (B, T): False for padding, on any side."""
+        y, state = self.mixer(self.norm1(x), state, documents, mask)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.feed_forward(self.norm2(x))), state
