@@ -172,7 +172,7 @@ def run(
 
 def _captured(call: Callable[[], Tensor], leaves: list[Tensor]) -> Callable[[], Tensor]:
     """The call and its backward pass as two CUDA graphs, which are replayed."""
-    graphed = torch.cuda.make_graphed_callables(lambda *_: call(), tuple(leaves))
+    graphed: Any = torch.cuda.make_graphed_callables(lambda *_: call(), tuple(leaves))
     return lambda: graphed(*leaves)
 
 
