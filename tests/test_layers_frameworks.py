@@ -5,6 +5,7 @@ Keras takes one backend per process, so test_keras.py runs this file once for ea
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -111,12 +112,12 @@ def test_step_and_init_state(framework, rng):
             raw = framework.fw.FastWeightAttention(**arguments, param_dtype="float64")
             variables = framework.variables(raw, arguments, weights)
             start = raw.init_state(2)
-            y, state = raw.apply(variables, x[:, 0], start, method="step")
+            y, state = framework.jax.jit(partial(raw.apply, method="step"))(variables, x[:, 0], start)
         else:
             raw = framework.fw.FastWeightAttention(**arguments, dtype="float64")
             framework.fw.import_parameters(raw, weights)
             start = raw.init_state(2)
-            y, state = raw.step(framework.array(x[:, 0]), start)
+            y, state = framework.compiled(raw.step)(framework.array(x[:, 0]), start)
         want = layer(x)
         assert_close(framework.numpy(y), want[0][:, 0])
         for a, b in zip(parts(state), want[1:], strict=True):
