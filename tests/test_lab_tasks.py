@@ -9,7 +9,8 @@ pytest.importorskip("matplotlib")
 
 from fastweights.lab.engine.training import train  # noqa: E402
 from fastweights.lab.tasks import permutation_trackers, permutation_words  # noqa: E402
-from fastweights.lab.tasks.key_value_retrieval import Model, Task, effective  # noqa: E402
+from fastweights.lab.tasks.key_value_pairs import Task  # noqa: E402
+from fastweights.lab.tasks.key_value_retrieval import Model, effective  # noqa: E402
 
 MODELS = [("elu+1", "sum", "attention", "stable"), ("favor-64", "sum", "attention", "published"),
           ("favor-64", "sum", "attention", "stable"), ("dpfp-2", "delta", "sum", "stable"),

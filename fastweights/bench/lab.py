@@ -15,7 +15,8 @@ from torch import Tensor
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.report import milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave
-from fastweights.lab.tasks.key_value_retrieval import EPS, D, Model, Task
+from fastweights.lab.tasks.key_value_pairs import Task
+from fastweights.lab.tasks.key_value_retrieval import EPS, D, Model
 
 KEYS, BATCH = 100, 32
 SMOKE = dict(keys=8, batch=4)

@@ -94,7 +94,8 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
         A row per seed: best and last loss, the step at which training ended, and why.
     """
     from fastweights.lab.engine.training import train
-    from fastweights.lab.tasks.key_value_retrieval import Model, Task
+    from fastweights.lab.tasks.key_value_pairs import Task
+    from fastweights.lab.tasks.key_value_retrieval import Model
 
     task = Task(arm["S"], replace=False)
     learner = Model(task, arm["features"], form=arm["form"], copies=arm["seeds"], device=device)

@@ -82,7 +82,7 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
         report: called on the way, for the progress bar.
     """
     from fastweights.lab.engine.training import train
-    from fastweights.lab.tasks.key_value_retrieval import Task
+    from fastweights.lab.tasks.key_value_pairs import Task
     from fastweights.lab.tasks.normalisation_language import language
     from fastweights.lab.tasks.normalisation_probe import SCORES, Probe
 

@@ -88,7 +88,8 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
         A row per seed: best and last loss at both lengths, the step at which training ended, and why.
     """
     from fastweights.lab.engine.training import train
-    from fastweights.lab.tasks.key_value_retrieval import Model, Task
+    from fastweights.lab.tasks.key_value_pairs import Task
+    from fastweights.lab.tasks.key_value_retrieval import Model
 
     features, rule, norm, form = MODELS[arm["model"]]
     # Seeds train side by side as copies in one model.
