@@ -11,10 +11,10 @@ current_layer: ContextVar[str] = ContextVar("layer", default="")  # the one bein
 
 def watching(model):
     """The context in which layers of a model are scanned, by the framework's own means."""
+    if hasattr(model, "_flatten_layers"):  # Keras; on torch its layers are modules too, whose `forward` nobody calls
+        return _wrapped([(layer.path, layer) for layer in model._flatten_layers()], "call")
     if hasattr(model, "register_forward_pre_hook"):
         return _wrapped(list(model.named_modules()), "forward")
-    if hasattr(model, "_flatten_layers"):
-        return _wrapped([(layer.path, layer) for layer in model._flatten_layers()], "call")
     if hasattr(model, "apply") and hasattr(model, "scope"):
         return _watch_flax(model)
     raise FastWeightError(

@@ -98,24 +98,6 @@ def test_flax_names_it_too():
         block.apply({}, *given, method="run")
 
 
-def test_keras_names_it_too():
-    keras = pytest.importorskip("keras")
-    model = keras.Sequential(
-        [keras.Input((2,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(3, name="second")]
-    )
-    model.layers[0].kernel.assign(np.full((2, 3), np.inf))
-    x = keras.ops.ones((1, 2))
-    with fastweights.debug(model), pytest.raises(FastWeightError, match=r"first \(Dense\) returned inf at \(0, 0\)"):
-        model(x)
-    model(x)
-    import fastweights.keras as fwk
-
-    block = fwk.FWLBlock(4, 5, inputs=2, refresh=2, normalizer=3.0)
-    given = keras.ops.full((1, 3, 2), np.nan), keras.ops.zeros((1, 3), "int32"), keras.ops.ones((1, 3))
-    with fastweights.debug(block), pytest.raises(FastWeightError, match=r"\(FWLBlock\) was given nan"):
-        block.run(*given)
-
-
 def call(args, dtype, method, **how):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     tensors = {n: torch.tensor(x).to(wide if n == "state" else dtype) for n, x in args.items()}

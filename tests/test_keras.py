@@ -16,9 +16,19 @@ from backends import FRAMEWORKS
 from oracle import assert_close, oracle, oracle_gradients, problem
 
 import fastweights
+from fastweights import FastWeightError
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["keras", "memory", "general_memory", "features", "adding_a_rule", "layers_frameworks", "layers_keras"]
+ROOMS = [
+    "keras",
+    "signatures",
+    "memory",
+    "general_memory",
+    "features",
+    "adding_a_rule",
+    "layers_frameworks",
+    "layers_keras",
+]
 ROOMS += [f"fwl_{name}" for name in ("frameworks", "refresh_frameworks", "errors", "keras")]
 CHOSEN = {  # Keras on JAX compiles every new shape: not what has most of them; its other backends and Flax show that
     "jax": "not (any_split or over_a_thousand or equal_keys or chunk_size_changes or (streaming and not silu))"
@@ -107,6 +117,22 @@ def test_half_precision_is_rounded_only_at_the_ends(on, rng, dtype):
     assert_close(on.numpy(S).astype(np.float64), want_S, 1e-5)
     rounding = {"bfloat16": 2**-7, "float16": 2**-10}[dtype]
     np.testing.assert_allclose(on.numpy(ops.cast(o, "float64")), want_o, rtol=rounding, atol=1e-4)
+
+
+def test_debug_names_the_layer(on):
+    """Of a model of Keras, and of a layer of ours that is run by itself."""
+    keras, fwk = on.keras, fastweights.keras
+    dense = [keras.layers.Dense(3, name=name) for name in ("first", "second")]
+    model = keras.Sequential([keras.Input((2,)), *dense])
+    model.layers[0].kernel.assign(np.full((2, 3), np.inf))
+    x = keras.ops.ones((1, 2))
+    with fastweights.debug(model), pytest.raises(FastWeightError, match=r"first \(Dense\) returned inf at \(0, 0\)"):
+        model(x)
+    model(x)
+    block = fwk.FWLBlock(4, 5, inputs=2, refresh=2, normalizer=3.0)
+    given = keras.ops.full((1, 3, 2), np.nan), keras.ops.zeros((1, 3), "int32"), keras.ops.ones((1, 3))
+    with fastweights.debug(block), pytest.raises(FastWeightError, match=r"\(FWLBlock\) was given nan"):
+        block.run(*given)
 
 
 def compiler(on):

@@ -2,10 +2,7 @@
 
 import dataclasses
 import inspect
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -49,8 +46,6 @@ def parameters(function, framework):
 
 def public(framework):
     """Every public signature of the framework, by its name."""
-    from importlib import import_module
-
     fw = import_module(f"fastweights.{framework}")
     found = {name: parameters(getattr(fw, name), framework) for name in FUNCTIONS}
     for name in CLASSES:
@@ -62,20 +57,12 @@ def public(framework):
     return found
 
 
-def elsewhere(framework):
-    """`public` in a process of its own: Keras takes one backend per process."""
-    code = f"import sys; sys.path.insert(0, 'tests'); import test_signatures as t; print(repr(t.public({framework!r})))"
-    environment = os.environ | {"KERAS_BACKEND": "torch"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    return eval(run.stdout.strip().splitlines()[-1])
-
-
 @pytest.mark.parametrize("framework", ["jax", "keras"])
-def test_signatures_are_those_of_torch(framework):
-    needs = {"jax": "flax", "keras": "keras"}[framework]
-    if not find_spec(needs):  # not imported here: Keras imports TensorFlow, after which Triton's library aborts
-        pytest.skip(f"{needs} is not installed")
-    here, there = public("torch"), public("jax") if framework == "jax" else elsewhere(framework)
+def test_signatures_are_those_of_torch(pytestconfig, framework):
+    if framework == "keras" and "keras" not in pytestconfig.getoption("--frameworks").split(","):
+        pytest.skip("test_keras.py runs it in another process: Keras takes one backend per process")
+    pytest.importorskip({"jax": "flax", "keras": "keras"}[framework])
+    here, there = public("torch"), public(framework)
     assert here.keys() == there.keys()
     for name in here:
         assert there[name] == here[name], name
