@@ -1,6 +1,5 @@
 """Where kernels run: on a GPU, or in Triton's interpreter, which must be chosen before Triton is imported."""
 
-import math
 import os
 import subprocess
 import sys
@@ -53,23 +52,21 @@ def spare_the_interpreter_needless_work():
 
 
 def remember_shapes_and_types(core, interpreter):
-    blocks, shapes, arrays = {}, {}, {}
+    blocks, arrays, point = {}, {}, (core.constexpr(1), core.tuple([]))
     check, unwrap, array_type = core.block_type.__init__, core._unwrap_if_constexpr, interpreter._get_np_dtype
 
     def block_type(self, element_ty, shape):
         key = element_ty.name, *shape
         if key not in blocks:
             check(self, element_ty, shape)
-            blocks[key] = self.shape, self.numel, self.name
+            of_tensor = core.constexpr(self.numel), core.tuple([core.constexpr(s) for s in self.shape])
+            blocks[key] = self.shape, self.numel, self.name, of_tensor
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = blocks[key]
+        self.shape, self.numel, self.name, self.of_tensor = blocks[key]
 
     def tensor(self, handle, type):
-        shape = type.shape if type.is_block() else ()
-        if shape not in shapes:
-            shapes[shape] = core.constexpr(math.prod(shape)), core.tuple([core.constexpr(s) for s in shape])
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = shapes[shape]
+        self.numel, self.shape = type.of_tensor if type.is_block() else point
 
     def unwrapped(x):
         kind = type(x)
