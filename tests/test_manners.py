@@ -157,3 +157,16 @@ def test_private_names_of_pytorch_have_one_home():
     assert not PRIVATE.search("x = torch.add(a, b)")
     homes = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if PRIVATE.search(path.read_text())}
     assert homes <= {"torch/private.py"}, homes
+
+
+def laid_out_by_hand(source):
+    """Lines with `# fmt: skip` that do not end a table: a name that a module gives a value."""
+    tables = {node.end_lineno for node in ast.parse(source).body if isinstance(node, ast.Assign | ast.AnnAssign)}
+    return [n for n, line in enumerate(source.splitlines(), 1) if line.endswith("# fmt: skip") and n not in tables]
+
+
+def test_only_tables_and_kernels_are_laid_out_by_hand():
+    assert laid_out_by_hand("f(1,\n  2)  # fmt: skip") == [2]  # the check can fail
+    assert laid_out_by_hand("TABLE = [1,\n         2]  # fmt: skip") == []
+    found = {str(path.relative_to(PACKAGE)): laid_out_by_hand(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {p: lines for p, lines in found.items() if lines and not p.startswith("torch/kernels/")} == {}

@@ -176,9 +176,17 @@ class LanguageModel(nn.Module):
             self.fast.config, x, weights, fast, packed=not documents.whole
         ):
             found = fwl_train.objective(
-                self.fast.config, self.fast._weights(), x, labels, weights, fast, starts=documents.starts,
-                keep=documents.keep, documents=documents.most, slow_share=slow_share,
-            )  # fmt: skip
+                self.fast.config,
+                self.fast._weights(),
+                x,
+                labels,
+                weights,
+                fast,
+                starts=documents.starts,
+                keep=documents.keep,
+                documents=documents.most,
+                slow_share=slow_share,
+            )
             return found.value, (found.loss * weights).sum(), State(blocks, found.state)
         scores = self._scored(x, blocks, labels, state, weights, documents, True, True)
         loss = value = (scores.loss * weights).sum()

@@ -189,10 +189,17 @@ class Pass:
         if learns:
             dr, dhead, second = self._writes_backward(c, saved, every)
         dfeatures = cross_entropy.score_backward(
-            saved.n, w.words, w.c, self.labels[c].flatten(), saved.log_sum,
-            None if dhead is None else saved.head.flatten(0, 1), self.weights[c].flatten(), dhead,
-            self.dwords, self.dc,
-        ).view(self.B, self.C, self.E)  # fmt: skip
+            saved.n,
+            w.words,
+            w.c,
+            self.labels[c].flatten(),
+            saved.log_sum,
+            None if dhead is None else saved.head.flatten(0, 1),
+            self.weights[c].flatten(),
+            dhead,
+            self.dwords,
+            self.dc,
+        ).view(self.B, self.C, self.E)
         dy, dh = self.DY[:, here], self.DH[:, here]
         passes.output(dfeatures, saved.norm, saved.scale, second, dy, every)
         da = self._back(dy, c)
@@ -228,9 +235,19 @@ class Pass:
         if c:
             more.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, before])
         dhead, *second = passes.second_backward(
-            dv2, dsums[..., self.F :], more, saved.head, self.share[c], saved.norm, saved.scale, g2, w.e, clip,
-            dots[1], every,
-        )  # fmt: skip
+            dv2,
+            dsums[..., self.F :],
+            more,
+            saved.head,
+            self.share[c],
+            saved.norm,
+            saved.scale,
+            g2,
+            w.e,
+            clip,
+            dots[1],
+            every,
+        )
         return (dr, dhead.flatten(0, 1), second) if exact else (None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:

@@ -42,9 +42,16 @@ def normal(y: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, eps: float) ->
 
 
 def write_second(
-    head: Tensor, share: Tensor, norm: Norm, scale: Tensor, e: Tensor, clip: float | None, g2: Tensor, v2: Tensor,
+    head: Tensor,
+    share: Tensor,
+    norm: Norm,
+    scale: Tensor,
+    e: Tensor,
+    clip: float | None,
+    g2: Tensor,
+    v2: Tensor,
     every: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """g2, and what is written for the second layer and the norm, from the gradient `head` of the loss at the features.
 
     share (B, C): how much of it is learned.
@@ -79,9 +86,19 @@ def first_backward(
 
 
 def second_backward(
-    dv2: Tensor, dsums: Tensor, more: Tensor, head: Tensor, share: Tensor, norm: Norm, scale: Tensor, g2: Tensor,
-    e: Tensor, clip: float | None, dots: Tensor, every: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dv2: Tensor,
+    dsums: Tensor,
+    more: Tensor,
+    head: Tensor,
+    share: Tensor,
+    norm: Norm,
+    scale: Tensor,
+    g2: Tensor,
+    e: Tensor,
+    clip: float | None,
+    dots: Tensor,
+    every: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Back through `write_second`: gradients of head, of xhat and of the deviation; that of scale goes into `every`.
 
     dsums: (B, 1, 3 E), gradients of the three sums times their steps;  more: what else g2 was used for.

@@ -77,10 +77,18 @@ def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed
 
 
 def objective(
-    config: FWLConfig, p: dict[str, Tensor], x: Tensor, labels: Tensor, weights: Tensor,
-    state: RefreshState | None = None, *, starts: Tensor | None = None, keep: Tensor | None = None,
-    documents: int = 1, slow_share: float = 0.0,
-) -> Trained:  # fmt: skip
+    config: FWLConfig,
+    p: dict[str, Tensor],
+    x: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    state: RefreshState | None = None,
+    *,
+    starts: Tensor | None = None,
+    keep: Tensor | None = None,
+    documents: int = 1,
+    slow_share: float = 0.0,
+) -> Trained:
     """The sum over tokens of weights (1 - slow_share) loss + weights slow_share slow_loss.
 
     Args:
@@ -107,9 +115,15 @@ def objective(
             for y, held in zip((labels, share, weights.to(wide)), (*waits[1:], None), strict=True)
         )
     rows = fwl_dual.Rows(
-        _placed(x.to(low), layout, n * C, waits[0]), labels, shares, counts * (1 - slow_share),
-        counts * slow_share, layout.mask, layout.kept, *_carried(config, state, low),
-    )  # fmt: skip
+        _placed(x.to(low), layout, n * C, waits[0]),
+        labels,
+        shares,
+        counts * (1 - slow_share),
+        counts * slow_share,
+        layout.mask,
+        layout.kept,
+        *_carried(config, state, low),
+    )
     vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
     words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
     w = fwl_dual.Weights(
@@ -170,9 +184,16 @@ def _work(config, plain, slow, last, w, rows):
 
 
 def lay_out(
-    config: FWLConfig, starts: Tensor | None, waiting: Tensor, keep: Tensor | None, T: int, n: int,
-    wide: torch.dtype, *, like: Tensor,
-) -> Layout:  # fmt: skip
+    config: FWLConfig,
+    starts: Tensor | None,
+    waiting: Tensor,
+    keep: Tensor | None,
+    T: int,
+    n: int,
+    wide: torch.dtype,
+    *,
+    like: Tensor,
+) -> Layout:
     """Chunks of C tokens: what waits in the state first, then the new tokens; every document begins with a chunk.
 
     Args:

@@ -226,9 +226,19 @@ class Walk(fwl_dual.Pass):
         exact = not self.config.first_order
         more = torch.bmm(du, saved.W2) if exact else torch.zeros_like(saved.g2)
         dhead, *second = passes.second_backward(
-            dv2, dsums[..., self.F :], more, saved.head, self.share[c], saved.norm, saved.scale, saved.g2, w.e, clip,
-            dots[1], every,
-        )  # fmt: skip
+            dv2,
+            dsums[..., self.F :],
+            more,
+            saved.head,
+            self.share[c],
+            saved.norm,
+            saved.scale,
+            saved.g2,
+            w.e,
+            clip,
+            dots[1],
+            every,
+        )
         return (du, dr, dhead.flatten(0, 1), second) if exact else (None, None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:

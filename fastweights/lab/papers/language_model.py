@@ -315,8 +315,8 @@ def _said(group: str, *names: str) -> str:
     return ", ".join(f"{n} {'over ' * (PUBLISHED[group, n][1] == 260.0)}{PUBLISHED[group, n][1]:g}" for n in names)
 
 
-_GAP = 1 - math.log(PUBLISHED["limited", "elu-delta"][1] / PUBLISHED["limited", "softmax"][1]) / math.log(
-    PUBLISHED["limited", "linear"][1] / PUBLISHED["limited", "softmax"][1])  # fmt: skip
+_LOGS = {n: math.log(PUBLISHED["limited", n][1]) for n in ("softmax", "linear", "elu-delta")}
+_GAP = (_LOGS["linear"] - _LOGS["elu-delta"]) / (_LOGS["linear"] - _LOGS["softmax"])
 _WORDS = ("limited", "unbounded")
 # Eight claims of Tables 2 to 5, at our size.
 CLAIMS = (

@@ -248,8 +248,8 @@ class Convolve(torch.autograd.Function):
         x, weight, before = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives
             with torch.enable_grad():
-                leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
-                          for t in (x, weight, before) if t is not None]  # fmt: skip
+                given = [t for t in (x, weight, before) if t is not None]
+                leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in given]
                 outputs = plain(*leaves, *[None] * (3 - len(leaves)))
                 asked = [(o, g) for o, g in zip(outputs, (dy, dlast), strict=True) if g is not None]
                 grads = torch.autograd.grad([o for o, _ in asked], leaves, [g for _, g in asked], create_graph=True,

@@ -172,14 +172,14 @@ def _differentiable(config, given, ups):
     from fastweights.torch.framework import OPS
 
     with torch.enable_grad():
-        copies = Given(*(None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-                         for x in given[:GIVEN]))  # fmt: skip
+        leaf = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
+        copies = Given(*(None if x is None else leaf(x) for x in given[:GIVEN]))
         memory = None if copies.memory is None else AttentionState(copies.memory, None, copies.before)
         layer = SimpleNamespace(**copies._asdict(), projection=None)
         how = dict(cu_seqlens=given.cu_seqlens, method="chunked")
         y, state = between_projections(config, OPS, layer, copies.p, memory, **how)
         outputs = [(o, up) for o, up in zip((y, state.memory, state.conv), ups, strict=True) if up is not None]
         leaves = [x for x in copies if x is not None]
-        found = iter(torch.autograd.grad([o for o, _ in outputs], leaves, [up for _, up in outputs], create_graph=True,
-                                         allow_unused=True, materialize_grads=True))  # fmt: skip
+        how = dict(create_graph=True, allow_unused=True, materialize_grads=True)
+        found = iter(torch.autograd.grad([o for o, _ in outputs], leaves, [up for _, up in outputs], **how))
     return [None if x is None else next(found) for x in copies[:GIVEN]]
