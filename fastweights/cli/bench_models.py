@@ -10,6 +10,7 @@ from rich.console import Console
 from fastweights.cli.bench_options import Device, Inputs, Json, On, Repeats, Smoke, agreeing, dtype_of, start, write
 from fastweights.cli.options import need, say
 from fastweights.core import FastWeightError
+from fastweights.files import write_json
 
 
 def lm(
@@ -100,8 +101,11 @@ def train(
         raise FastWeightError("--peers needs flash-linear-attention, which is not installed")
     rows = {name: value for name, value in (("length", length), ("batch", batch)) if value}
     sizes = {name: settings | rows for name, settings in sizes.items() if not size or name in size}
+    done: list[bench_train.Result] = []
 
-    def told(r: bench_train.Result) -> None:
+    def told(r: bench_train.Result) -> None:  # minutes may lie between two: what is there is kept
+        done.append(r)
+        write_json(path, report.payload(device) | {"train": bench_train.payload(done, vocab)})
         rate = f"{r.tokens_per_second:,.0f} tokens/s, {100 * r.share_of_peak:.1f} % of matrix peak"
         say(f"{r.size}, {r.model}, {r.head}, {r.how}: {rate}, ready after {r.ready:.1f} s")
 
@@ -110,7 +114,7 @@ def train(
         steps = repeats or (3 if smoke else 9)
         results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance, tell=told)
     bench_train.show(results, device, Console())
-    write(path, report.payload(device) | {"train": bench_train.payload(results, vocab)})
+    say(f"Written to {path}")
 
 
 def decode(
