@@ -179,6 +179,8 @@ def measure(
         where = parts(trainer.model, step, device)
         if device == "cuda":
             where[HOST] = max(0.0, 1e3 * seconds - sum(ms for part, ms in where.items() if part != HOST))
+        else:  # of the steps that were timed: those beside the profiler were others
+            where = {part: ms * 1e3 * seconds / sum(where.values()) for part, ms in where.items()}
     return Result(
         size,
         f"{PEER} DeltaNet" if peer else config.model,

@@ -1,5 +1,6 @@
 """`fastweights bench lm`, `train`, `decode` and `hf`: whole models, as they read, learn and write."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -89,6 +90,7 @@ def train(
 
     For example: `fastweights bench train --device cuda --size "12 x 768"`
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or PyTorch's profiler prints when it starts and stops
     path = start("bench train", device, "train", smoke, json)
     from fastweights.bench import report
     from fastweights.bench import train as bench_train
