@@ -93,8 +93,15 @@ def test_no_module_imports_itself_through_others():
 
 
 def loaded_by(statement):
-    code = f"import sys; {statement}; print(*sys.modules)"
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+# what `load` does with a run: a model is built and its weights are checked, without PyTorch's compiler
+OPENED = """
+from fastweights.models.run_folder import Config, LanguageModel, check_weights
+check_weights(Config(), 257, LanguageModel(Config(), 257).state_dict(), "weights")
+"""
 
 
 def test_imports_are_light():
@@ -103,6 +110,8 @@ def test_imports_are_light():
     loaded = set(loaded_by("import fastweights.torch"))
     assert not {"jax", "keras", "tensorflow", "triton"} & loaded
     assert "torch" in loaded  # the check can fail
+    loaded = set(loaded_by(OPENED))
+    assert not {"jax", "keras", "tensorflow", "triton", "torch._dynamo"} & loaded
     assert not {"torch", "keras", "tensorflow"} & set(loaded_by("import fastweights.jax"))
 
 

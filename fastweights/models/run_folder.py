@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastweights.core import FastWeightError
 from fastweights.files import read_json, write_checked_json
@@ -97,6 +98,20 @@ def read_tokenizer(run: Path, about: dict[str, Any]) -> tokenizer.Bytes | tokeni
     return found
 
 
+class Undrawn(TorchFunctionMode):
+    """While it lasts, initial weights are neither drawn nor worked out: on the meta device PyTorch would import its
+    compiler to find the shapes of these functions, which takes seconds.
+    """
+
+    SAME_SHAPE = ("empty_like", "normal_", "uniform_", "log", "exp", "expm1")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The tensor as it is, for these functions of one."""
+        if getattr(func, "__name__", "") in self.SAME_SHAPE:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], file: Path) -> None:
     """Raise unless weights are those that the configuration asks for; nothing is allocated to find out.
 
@@ -107,7 +122,7 @@ def check_weights(config: Config, vocab: int, weights: dict[str, torch.Tensor], 
         file: for the message.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Undrawn():
             wanted = LanguageModel(config, vocab).state_dict()
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product is no number of bytes
         raise FastWeightError(
