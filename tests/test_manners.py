@@ -170,3 +170,11 @@ def test_only_tables_and_kernels_are_laid_out_by_hand():
     assert laid_out_by_hand("TABLE = [1,\n         2]  # fmt: skip") == []
     found = {str(path.relative_to(PACKAGE)): laid_out_by_hand(path.read_text()) for path in PACKAGE.rglob("*.py")}
     assert {p: lines for p, lines in found.items() if lines and not p.startswith("torch/kernels/")} == {}
+
+
+def test_float32_or_wider_has_one_home():
+    """In PyTorch: dtypes.py alone says in which dtype sums are kept."""
+    own = re.compile(r"promote_types\([^)]*float32|== torch.float64 else torch.float32")
+    assert own.search((PACKAGE / "torch" / "dtypes.py").read_text())  # the check can fail
+    found = [str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if own.search(p.read_text())]
+    assert found == ["torch/dtypes.py"]

@@ -16,6 +16,7 @@ from fastweights.core import FastWeightError
 from fastweights.hf.head import FastHead
 from fastweights.hf.residual import Answers, HeadState, ResidualHead
 from fastweights.refresh import labelled
+from fastweights.torch.dtypes import wide
 from fastweights.torch.framework import OPS
 from fastweights.torch.layer_records import (
     LEARNERS,
@@ -168,8 +169,8 @@ def _next_losses(
 
 def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Of tokens (B, T), from logits (B, T, V), in nats."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.logsumexp(-1) - wide.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
+    logits = wide(logits)
+    return logits.logsumexp(-1) - logits.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
 
 
 def _newest_at(tokens: Tensor, mask: Tensor | None) -> Tensor:

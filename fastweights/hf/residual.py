@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fastweights.core import FastWeightError
 from fastweights.torch import cross_entropy, watching
 from fastweights.torch.cache_sight import rows_at
+from fastweights.torch.dtypes import accumulation_dtype
 
 RMS_EPS = 1e-6
 
@@ -198,7 +199,7 @@ class ResidualHead(nn.Module):
         row = _Row.of(x.to(self.dense1.dtype), tokens, before, mask)
         S1, S2, means = before.dense1, before.dense2, row.means
         logits = x.new_empty(B, K, embedding.weight.shape[0])
-        sums = torch.zeros(B, K, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        sums = torch.zeros(B, K, dtype=accumulation_dtype(x), device=x.device)
         losses = torch.zeros_like(row.tokens, dtype=sums.dtype)
         # Chunk by chunk: answer its tokens, keep what their gradient needs, and learn once it is full.
         for a in range(0, row.x.shape[1], C):

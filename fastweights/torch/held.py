@@ -17,7 +17,7 @@ from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, private, watching
 from fastweights.torch import held_overlapped as overlapped
 from fastweights.torch import held_single as single
-from fastweights.torch.dtypes import wide
+from fastweights.torch.dtypes import accumulation_dtype, wide
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
@@ -267,7 +267,7 @@ def _score(n, words, c, labels, *, gradient=True):
     """Loss (N, T) of each label, in float32 or wider, and its gradient at n (N, T, size)."""
     flat, y = n.flatten(0, 1), labels.flatten()
     if flat.is_cuda or len(flat) * len(words) > DIRECT:
-        ones = torch.ones(y.shape, dtype=torch.promote_types(n.dtype, torch.float32), device=n.device)
+        ones = torch.ones(y.shape, dtype=accumulation_dtype(n), device=n.device)
         log_sum, dn, _, _ = cross_entropy.score(flat, words, c, y, ones, gradient=gradient, learn=False)
         loss = cross_entropy.losses(flat, words, c, y, log_sum)
         return loss.view(labels.shape), None if dn is None else dn.view(n.shape)
