@@ -40,7 +40,7 @@ def prepared(given):
         load_attached(model, given.head)
     else:
         torch.manual_seed(0)
-        attach(model, where="middle", body_step=given.body_step)
+        attach(model, where=given.where, every=given.every, body_step=given.body_step)
     parameters = down_projections(model) if given.parameters == "middle" else ("*",)
     reading = scoring.Reading(window=given.window, stride=given.stride, lr=given.lr, parameters=parameters)
     return model, tokenizer, reading
@@ -205,7 +205,9 @@ def main():
     parser.add_argument("--stride", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=0, help="of each document; 0 for all")
     parser.add_argument("--lr", type=float, default=0.05, help="of dynamic evaluation")
-    parser.add_argument("--body-step", type=float, default=0.1, help="of the matrices inside the model")
+    parser.add_argument("--where", default="all", help="matrices inside the model that learn: a third, or all")
+    parser.add_argument("--every", type=int, default=8, help="windows to a step of these")
+    parser.add_argument("--body-step", type=float, default=0.0018, help="of the matrices inside the model")
     parser.add_argument("--parameters", default="*", help="that dynamic evaluation trains: * or middle")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=400)

@@ -1,4 +1,4 @@
-"""`attach(where=...)`: matrices inside a model learn from the text, as dynamic evaluation of them would."""
+"""`attach(where=...)`: matrices inside a model learn from the text, in steps where all of their units count alike."""
 
 import pytest
 import torch
@@ -6,9 +6,19 @@ from test_hf_attach import V, attach_strong, make, random_tokens
 
 from fastweights.core import FastWeightError
 from fastweights.hf import attach, detach, down_projections, load_attached, save_attached, scoring, using
+from fastweights.hf.body import ROUNDS
 from fastweights.hf.windows import Reading
+from fastweights.torch import graphs
 
-STEP, CLIP = 3.0, 0.4
+STEP = 0.3
+
+
+def direction(g):
+    """G / |G|: rows and columns of g brought to length 1 in turns."""
+    for _ in range(ROUNDS):
+        g = g / (g.norm(dim=0, keepdim=True) + 1e-150)  # of an output weight, columns belong to inputs
+        g = g / (g.norm(dim=1, keepdim=True) + 1e-150)
+    return g / g.norm()
 
 
 def by_hand(model, names, tokens, spans, every=1):
@@ -23,9 +33,9 @@ def by_hand(model, names, tokens, spans, every=1):
         begin = max(start - first - 1, 0) if every == 1 else 0
         loss = torch.nn.functional.cross_entropy(logits[begin:-1], tokens[0, first + begin + 1 : stop])
         gradients = torch.autograd.grad(loss, [now[n] for n in names])
-        norm = torch.stack([g.norm() for g in gradients]).norm()
         for n, g in zip(names, gradients, strict=True):
-            weights[n] = weights[n] - STEP * g * min(1.0, float(CLIP / norm))
+            change = direction(g.mT).mT if "c_proj" in n else direction(g)  # GPT-2's own are transposed
+            weights[n] = weights[n] - STEP * dict(model.named_parameters())[n].norm() * change
     return torch.cat(found)
 
 
@@ -33,14 +43,14 @@ def by_hand(model, names, tokens, spans, every=1):
     "name, where, every", [("llama", "all", 1), ("gpt2", "middle", 1), ("gpt-neox", "all", 1), ("llama", "all", 4)]
 )
 @torch.no_grad()
-def test_it_is_dynamic_evaluation_of_the_chosen_matrices(name, where, every):
+def test_the_chosen_matrices_take_balanced_steps(name, where, every):
     model, tokens = make(name), random_tokens(2, 24)
     spans = [(max(0, a - 6), a, a + 6) for a in range(0, 24, 6)]
     names = down_projections(model, where)
     plain = model(tokens).logits
     with torch.enable_grad():
         wanted = [by_hand(model, names, tokens[row : row + 1], spans, every) for row in range(2)]
-    attach(model, where=where, body_step=STEP, clip=CLIP, every=every)
+    attach(model, where=where, body_step=STEP, every=every)
     assert model.fast_head.hooks.body.names == names
     parts, state = [], None
     with using(model, head=False, cache=False):
@@ -64,7 +74,7 @@ def test_it_is_dynamic_evaluation_of_the_chosen_matrices(name, where, every):
 @pytest.mark.parametrize("name, every, mode", [("llama", 3, "all"), ("gpt2", 3, "body"), ("llama", 1, "all")])
 def test_windows_side_by_side_are_windows_one_after_the_other(name, every, mode):
     model, row = make(name), random_tokens(1, 75)
-    head = attach_strong(model, where="all", body_step=STEP, clip=CLIP, every=every)
+    head = attach_strong(model, where="all", body_step=STEP, every=every)
     how, parts = Reading(window=8, stride=4), scoring.PARTS[mode]
     assert how.stride % head.settings.refresh == 0
     one, held = scoring._attached(model, row, how, parts)
@@ -74,6 +84,22 @@ def test_windows_side_by_side_are_windows_one_after_the_other(name, every, mode)
     assert not torch.allclose(found, still, atol=1e-3)
     assert bytes > 0
     assert held > 0
+
+
+def test_windows_are_captured_unless_a_hook_looks_on(monkeypatch):
+    model, row, keys = make("llama"), random_tokens(1, 41), []
+    monkeypatch.setattr(graphs, "call", lambda key, f, given: keys.append((key[0], given[0].shape)) or f(*given))
+    attach(model, where="all", body_step=STEP, every=4)
+    how = Reading(window=8, stride=4)
+    found, _ = scoring._beside(model, row, how, dict(head=False, cache=False))
+    shapes = [("_teach", (1, 4)), ("_teach", (1, 8)), ("_read", (1, 8)), ("_teach", (1, 8)), ("_read", (3, 8))]
+    assert keys[:5] == [(name, torch.Size(shape)) for name, shape in shapes]
+    keys.clear()
+    handle = model.model.layers[0].register_forward_hook(lambda *a: None)
+    seen, _ = scoring._beside(model, row, how, dict(head=False, cache=False))
+    handle.remove()
+    assert not keys
+    assert torch.equal(seen, found)
 
 
 def test_tokens_one_by_one_are_not_counted_as_windows():
@@ -104,7 +130,7 @@ def test_a_prompt_is_learned_and_generation_goes_on():
     attach(model, cache=False)
     plain = model.generate(tokens, **how)
     detach(model)
-    attach(model, cache=False, where="all", body_step=STEP, clip=5.0)
+    attach(model, cache=False, where="all", body_step=STEP)
     found = model.generate(tokens, **how)
     torch.testing.assert_close(found.logits[0], plain.logits[0])  # the prompt is read before it is learned
     assert not torch.allclose(found.logits[1], plain.logits[1], atol=1e-3)
@@ -124,9 +150,13 @@ def test_training_of_the_head_goes_on():
 
 def test_saved_and_loaded(tmp_path):
     model, tokens = make("llama"), random_tokens(1, 30)
-    attach_strong(model, where=down_projections(model, "middle"), body_step=STEP, every=2)
+    attach_strong(model, where=down_projections(model, "middle"), body_step=STEP, every=2, layer=False)
+    assert scoring.modes(model) == ["static", "cache", "body", "body+cache", "dynamic", "dynamic+cache"]
+    with using(model, head=False):
+        without = model(tokens, fast_state=model(tokens).fast_state).logits
     state = model(tokens, fast_state=model(tokens).fast_state).fast_state
     wanted = model(tokens, fast_state=state).logits
+    assert torch.equal(model(tokens, fast_state=model(tokens).fast_state).logits, without)  # no layer answers
     save_attached(model, tmp_path)
     other = make("llama")
     assert load_attached(other, tmp_path).hooks.body.every == 2

@@ -7,8 +7,21 @@ import typer
 
 from fastweights.cli.huggingface import Model, Window
 from fastweights.cli.options import Device, On, need
+from fastweights.core import FastWeightError
 
 LR = {"sgd": 3e-2, "rms": 1e-5}  # learning rates of dynamic evaluation, without and with statistics
+
+
+def where_of(model: Any, asked: str) -> str | None:
+    """Which feed-forward layers learn: those asked for, or all of a model whose layers are known; None for none."""
+    from fastweights.hf.body import down_projections
+
+    if asked:
+        return None if asked == "none" else asked
+    try:
+        return "all" if down_projections(model, "all") else None
+    except FastWeightError:
+        return None
 
 
 def evaluate(
@@ -17,7 +30,8 @@ def evaluate(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Mode to score in: static, still, fast, cache, both, body, all, dynamic or dynamic+cache; repeatable. "
+            help="Mode to score in: static, still, fast, cache, both, body, body+cache, all, dynamic or "
+            "dynamic+cache; repeatable. "
             "All that apply when absent."
         ),
     ] = None,
@@ -28,8 +42,8 @@ def evaluate(
     where: Annotated[
         str,
         typer.Option(
-            help="Third of the model whose feed-forward layers learn too, in the modes body and all: first, middle, "
-            "last or all. None when absent; with --head, as it was trained."
+            help="Third of the model whose feed-forward layers learn in the modes body, body+cache and all: first, "
+            "middle, last, all or none. All when absent; with --head, as it was trained."
         ),
     ] = "",
     every: Annotated[
@@ -39,7 +53,7 @@ def evaluate(
             help="Windows to a step of the matrices of --where: with 8 they learn from every eighth window, which "
             "keeps most of the gain at a fraction of the time.",
         ),
-    ] = 1,
+    ] = 8,
     window: Window = 1024,
     stride: Annotated[
         int, typer.Option(min=1, help="Tokens scored at a time, and between two updates of dynamic evaluation.")
@@ -79,7 +93,8 @@ def evaluate(
     - fast: the layer learns from every token of the text;
     - cache: mixed with a look-up of words that followed similar places earlier in the text (a neural cache);
     - both: fast and cache together;
-    - body: matrices inside the model learn, one step per stride (`--where`), or per few strides (`--every`);
+    - body: matrices inside the model (`--where`) learn from one window of eight (`--every`);
+    - body+cache: these and the look-up, which gain the most for their time;
     - all: body, fast and cache together;
     - dynamic: the model's weights are trained on each stride after it is scored;
     - dynamic+cache: the same, mixed with the look-up.
@@ -114,7 +129,7 @@ def evaluate(
     else:
         # A head without training is random in its first layer: the seed makes scores repeatable.
         torch.manual_seed(0)
-        attach(found, where=where or None, every=every)
+        attach(found, where=where_of(found, where), every=every)
     # An untrained head that learns nothing is the model itself, so "still" is of use with --head alone.
     asked = [m for m in scoring.modes(found) if m != "dynamic+cache" and (m != "still" or head is not None)]
     peaks: list[int | None] = []

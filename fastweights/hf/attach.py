@@ -26,6 +26,7 @@ from fastweights.torch.dtypes import accumulation_dtype
 
 NAME = "fast_head"  # of the new part: model.fast_head
 KIND = "fastweights head 2"
+RULE = "balanced"  # of the steps of matrices inside the model
 WEIGHTS, CONFIG = "fast_head.safetensors", "fast_head.json"
 WINDOW = 4096  # tokens that a cache holds unless told; on a novel and a module, 1,024 gained a third less than 2,048
 
@@ -37,9 +38,10 @@ def attach(
     refresh: int = 64,
     step_size: float = 0.01,
     clip: float = 1.0,
+    layer: bool = True,
     cache: NeuralCache | bool = True,
     where: str | Sequence[str] | None = None,
-    body_step: float = 0.1,
+    body_step: float = 0.0018,
     every: int = 1,
     freeze: bool = True,
 ) -> ResidualHead:
@@ -62,14 +64,14 @@ def attach(
         size: hidden width of the layer; twice the width of the features when absent.
         refresh: tokens between two steps of the layer, each at its weights as they are by then.
         step_size, clip: of these steps; the largest length of a gradient. `fastweights hf adapt` trains the step sizes.
+        layer: whether there is a residual layer. Beside matrices that learn (`where`) it adds time and gains nothing.
         cache: True for a cache of 4,096 tokens, a `NeuralCache` of your own, or False.
         where: matrices inside the model that learn from the text too, by one step after each forward pass: "first",
             "middle", "last" or "all" for the down projections in that third of the model, or names as
-            `down_projections` returns. More is learned, in about twice the time and with the memory of a backward
-            pass. None for none.
-        body_step: step size of these matrices; `clip` also holds for their gradient.
+            `down_projections` returns. None for none.
+        body_step: share of its own length by which a step changes each of these matrices.
         every: forward passes to a step of these matrices. With 8 they learn from windows 1, 2, 4, 8, 16, 24, ... of a
-            long text, which keeps most of the gain; the other windows are read without a backward pass.
+            long text; the other windows are read without a backward pass.
         freeze: whether the model's own parameters are frozen, so that training changes the new ones alone.
     """
     if hasattr(model, NAME):
@@ -95,13 +97,13 @@ def attach(
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise FastWeightError(f"every is {every!r}; expected a whole number of forward passes, 1 or more")
         names = down_projections(model, where) if isinstance(where, str) and where in THIRDS else where
-        body = FastBody(model, (names,) if isinstance(names, str) else tuple(names), body_step, clip, every)
+        body = FastBody(model, (names,) if isinstance(names, str) else tuple(names), body_step, every)
     trained = [p for p in model.parameters() if p.requires_grad] if freeze else []
     for p in trained:
         p.requires_grad_(False)
     setattr(model, NAME, head)
     chosen = (NeuralCache(WINDOW) if cache else None) if isinstance(cache, bool) else cache
-    object.__setattr__(head, "hooks", Hooks(model, head, chosen, trained, body))
+    object.__setattr__(head, "hooks", Hooks(model, head, chosen, trained, body, layer))
     return head
 
 
@@ -174,9 +176,10 @@ def save_attached(model: nn.Module, folder: str | Path) -> None:
     head = attached(model)
     hooks: Any = head.hooks
     cache = None if hooks.cache is None else hooks.cache.to_dict()
-    about = dict(kind=KIND, head=head.settings.to_dict(), cache=cache, model=_identity(model))
+    about = dict(kind=KIND, head=head.settings.to_dict(), cache=cache, model=_identity(model), layer=hooks.layer)
     if hooks.body is not None:
-        about |= dict(body=dict(where=list(hooks.body.names), body_step=hooks.body.step, every=hooks.body.every))
+        names, step, every = list(hooks.body.names), hooks.body.step, hooks.body.every
+        about |= dict(body=dict(where=names, body_step=step, every=every, rule=RULE))
     write_tensors(Path(folder) / WEIGHTS, dict(head.state_dict()), dict(kind=KIND))
     write_checked_json(Path(folder) / CONFIG, about)
 
@@ -224,7 +227,8 @@ def load_attached(model: nn.Module, folder: str | Path) -> ResidualHead:
         raise FastWeightError(f"{folder / CONFIG}: {error}; expected the settings of a head and its cache") from None
     check_shapes(settings, tensors, folder / WEIGHTS)
     arguments = {name: value for name, value in settings.to_dict().items() if name != "width"}
-    head = attach(model, cache=cache, **arguments, **_body_of(about, folder / CONFIG))
+    layer = about.get("layer", True)
+    head = attach(model, cache=cache, layer=layer is not False, **arguments, **_body_of(about, folder / CONFIG))
     head.load_state_dict(tensors)
     return head
 
@@ -246,13 +250,11 @@ def check_shapes(settings: HeadSettings, tensors: dict[str, Tensor], file: Path)
 def _body_of(about: dict[str, Any], path: Path) -> dict[str, Any]:
     """The arguments of `attach` that say which matrices inside the model learn; none in most files."""
     body = about.get("body", {})
-    if (
-        not isinstance(body, dict)
-        or not set(body) <= {"where", "body_step", "every"}
-        or (body and not {"where", "body_step"} <= set(body))
-    ):
-        raise FastWeightError(f"{path} has a body of {body!r}; expected where, body_step and every, or none")
-    return body
+    if not isinstance(body, dict) or (body and set(body) != {"where", "body_step", "every", "rule"}):
+        raise FastWeightError(f"{path} has a body of {body!r}; expected where, body_step, every and rule, or none")
+    if body and body["rule"] != RULE:
+        raise FastWeightError(f"{path} has a body with steps of rule {body['rule']!r}; expected {RULE!r}")
+    return {name: value for name, value in body.items() if name != "rule"}
 
 
 def _identity(model: Any) -> dict[str, Any]:

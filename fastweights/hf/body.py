@@ -1,15 +1,18 @@
 """Matrices inside a model that learn from the text: those that end feed-forward layers, as `attach(where=...)` says.
 
 A chosen matrix W answers with W + S, where S belongs to a text, one per row of the batch, and starts at 0. At the end
-of every forward pass S takes a step down the gradient g of the model's own mean loss on the tokens of that pass, each
-as the token before it in the pass predicted it; |g| is taken over all chosen matrices of a row:
+of every forward pass S takes a step against the gradient g of the model's own mean loss on the tokens of that pass,
+each as the token before it in the pass predicted it:
 
-    S <- S - e g min(1, clip / |g|)
+    S <- S - e |W| G / |G|,    G = diag(a) g diag(b): g with rows of one length and columns of one length (`balanced`)
 
-This is dynamic evaluation of the chosen matrices, a segment per pass. Layers below the first of them need no gradient.
-With `every` passes to a step, S learns from some of the passes (`teaches`), and the others cost what reading costs.
+In g itself the loudest units drown the rest; in G all inputs and all outputs of the matrix count alike, so that a step
+teaches several times as much. It changes each matrix by a share e of its own length |W|. Layers below the first chosen
+one need no gradient. With `every` passes to a step, S learns from some of the passes (`teaches`), and the others cost
+what reading costs.
 """
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.core import FastWeightError
-from fastweights.torch import cross_entropy
+from fastweights.torch import cross_entropy, private
 from fastweights.torch.dtypes import accumulation_dtype
 
 DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.fc_out", "fc2", "feed_forward.out")
 THIRDS = ("first", "middle", "last", "all")
+ROUNDS = 5  # of rows and columns
 
 
 def down_projections(model: Any, third: str = "middle") -> tuple[str, ...]:
@@ -83,22 +87,44 @@ class OfCall:
         return OfCall, (self.name,)
 
 
+def balanced(g: Tensor) -> Tensor:
+    """g (..., m, n) with its rows and its columns scaled so that each have one length, and all of it length 1.
+
+    Rows and columns take turns (Sinkhorn's iteration on the squares), columns last; rows of zeros stay zeros.
+
+    Examples:
+        >>> x = balanced(torch.tensor([[4.0, 0.1], [0.2, 0.01]]))
+        >>> x.norm(dim=0).tolist(), x.norm(dim=1).round(decimals=3).tolist()
+        ([0.7071..., 0.7071...], [0.707..., 0.707...])
+    """
+    squares = g.square()
+    tiny = 1e-30 * squares.mean((-2, -1), keepdim=True) + torch.finfo(g.dtype).tiny
+    b = torch.ones_like(squares[..., 0, :, None])
+    for _ in range(ROUNDS):
+        a = 1 / (squares @ b + tiny)  # squared factors of the rows, then of the columns
+        columns = squares.mT @ a
+        b = 1 / (columns + tiny)
+    length = (b * columns).sum((-2, -1), keepdim=True).sqrt()
+    return g * (a.sqrt() / length.clamp(min=1.0)) * b.sqrt().mT
+
+
 class FastBody:
     """The chosen matrices of a model.
 
-    names: of their weights;  step, clip: e and the largest length of a gradient;  every: passes to a step.
+    names: of their weights;  step: e, the share of its length by which a step changes a matrix;  every: passes to a
+    step.
 
     Each chosen layer gets a forward hook that adds x S to its answer. `now` holds the S of the pass that is running, in
     a context variable, so that two threads can read two texts with one model.
     """
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, clip: float, every: int = 1):
+    def __init__(self, model: nn.Module, names: tuple[str, ...], step: float, every: int = 1):
         if not names:
             raise FastWeightError(
                 "where names nothing; expected at least one matrix: a model of few layers has none "
                 "in some of its thirds"
             )
-        self.names, self.step, self.clip, self.every = names, step, clip, every
+        self.names, self.step, self.every = names, step, every
         self.modules = [self._module(model, name) for name in names]
         self.now = OfCall("now")  # the S of the pass
         self.handles = [m.register_forward_hook(partial(self._add, i)) for i, m in enumerate(self.modules)]
@@ -154,10 +180,10 @@ class FastBody:
             found[name if name.endswith(".weight") else f"{name}.weight"] = m.weight + S.to(m.weight.dtype)
         return found
 
-    def learn(
+    def gradients(
         self, x: Tensor, labels: Tensor, real: Tensor | None, output: Any, learned: tuple[Tensor, ...], *, keep: bool
     ) -> tuple[Tensor, ...]:
-        """What is known after a step on features x (B, n, D), made with `learned`, that predict labels (B, n).
+        """Gradients by `learned`, with which features x (B, n, D) were made, of the mean loss of labels (B, n).
 
         real (B, n): False for pairs that are padding.  output: the output embedding.  keep: the caller needs x's graph.
         """
@@ -168,12 +194,19 @@ class FastBody:
             _, r = cross_entropy.head(x.detach(), output.weight.mT, bias, labels)
             count = (torch.ones_like(labels) if real is None else real).to(r.dtype)
             r = r * (count / count.sum(1, keepdim=True).clamp(min=1))[..., None]
-        gradients = torch.autograd.grad(x, learned, r.to(x.dtype), retain_graph=keep)
-        with torch.no_grad():
-            # One length over all chosen matrices of a text: clipping keeps the direction of the step.
-            norm = torch.stack([g.square().sum((1, 2)) for g in gradients]).sum(0).sqrt()
-            step = (self.step * (self.clip / (norm + 1e-12)).clamp(max=1.0))[:, None, None]
-            return tuple(S.detach() - step * g for S, g in zip(learned, gradients, strict=True))
+        return torch.autograd.grad(x, learned, r.to(x.dtype), retain_graph=keep)
+
+    @torch.no_grad()
+    def after(self, learned: tuple[Tensor, ...], gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What is known after a step: each matrix changes by e |W| G / |G|, those of a shape together."""
+        found: dict[int, Tensor] = {}
+        for shape in dict.fromkeys(g.shape for g in gradients):
+            alike = [i for i, g in enumerate(gradients) if g.shape == shape]
+            change = balanced(torch.stack([gradients[i] for i in alike]))
+            lengths = torch.stack(private.norm_of_all([self.modules[i].weight for i in alike]))
+            change *= (-self.step * lengths.to(change.dtype))[:, None, None, None]
+            found |= zip(alike, change + torch.stack([learned[i].detach() for i in alike]), strict=True)
+        return tuple(found[i] for i in range(len(gradients)))
 
     def remove(self) -> None:
         """Take the hooks off: the model answers as it did before."""

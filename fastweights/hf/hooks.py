@@ -92,10 +92,12 @@ class Hooks:
         cache: NeuralCache | None,
         trained: list[nn.Parameter],
         body: FastBody | None = None,
+        layer: bool = True,
     ):
         output: Any = model.get_output_embeddings()  # type: ignore[operator]
         self.head, self.cache, self.output, self.trained, self.body = head, cache, output, trained, body
         self.call, self.use = OfCall("call"), OfCall("use")  # a Call, a Use
+        self.layer = layer
         self.handles = [
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
             output.register_forward_pre_hook(self.skip),
@@ -104,8 +106,9 @@ class Hooks:
         ]
 
     def used(self) -> Use:
-        """The parts that take part now: as `using` says, or all of them."""
-        return self.use.get() or Use(learn=self.head.adapting)
+        """The parts that take part now: as `using` says, or all of them; without a layer, never the layer."""
+        use = self.use.get() or Use(learn=self.head.adapting)
+        return use if self.layer else use._replace(head=False)
 
     def enter(self, model: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Note what the head must know, and have the model compute all features.
@@ -194,7 +197,8 @@ class Hooks:
             real = None if mask is None else mask[:, first : T - 1] & mask[:, first + 1 :]
             with torch.enable_grad():
                 read = x[:, first : T - 1]
-            learned = body.learn(read, call.tokens[:, first + 1 :], real, self.output, learned, keep=call.grad)
+            found = body.gradients(read, call.tokens[:, first + 1 :], real, self.output, learned, keep=call.grad)
+            learned = body.after(learned, found)
         call.state = call.state._replace(body=tuple(S.detach() for S in learned))
         return x if call.grad else x.detach()
 

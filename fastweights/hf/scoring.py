@@ -6,6 +6,7 @@ fast       the same windows, and the head learns from every token of the text
 cache      the same windows, mixed with what a neural cache expects
 both       the head and the cache together
 body       the same windows, and matrices inside the model learn (`attach(where=...)`)
+body+cache these and the cache: most of what there is to gain, without the head's time
 all        these, the head and the cache
 dynamic    the same windows, and the model's weights are trained on each stride after it is scored
 dynamic+cache    the same, mixed with what a neural cache expects
@@ -43,6 +44,7 @@ PARTS = {  # of an attachment, by mode
     "cache": dict(head=False, body=False),
     "both": dict(body=False),
     "body": dict(head=False, cache=False),
+    "body+cache": dict(head=False),
     "all": dict(),
 }
 
@@ -50,8 +52,11 @@ PARTS = {  # of an attachment, by mode
 def modes(model: Any) -> list[str]:
     """Those this model can be scored in; all but static and dynamic need `attach`."""
     found = list(PARTS) if hasattr(model, NAME) else []
-    if found and attached(model).hooks.body is None:  # type: ignore[union-attr]
+    hooks: Any = attached(model).hooks if found else None
+    if found and hooks.body is None:
         found = [name for name in found if not PARTS[name].get("body", True)]
+    if found and not hooks.layer:
+        found = [name for name in found if not PARTS[name].get("head", True)]
     return ["static", *found, "dynamic", "dynamic+cache"]
 
 
@@ -74,7 +79,7 @@ def score(
         advance: advance(bytes) after every text, for a progress bar.
     """
     if mode not in modes(model):
-        why = "; attach a head first, with where=... for body and all" if mode in PARTS else ""
+        why = "; attach a head first, with where=... for body, body+cache and all" if mode in PARTS else ""
         raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
     model.eval()
     peak = watch_memory(model.device)

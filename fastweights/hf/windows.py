@@ -4,8 +4,9 @@ Matrices inside the model (`attach(where=...)`) may learn from some of the windo
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.body import FastBody, teaches
 from fastweights.hf.head_training import body
+from fastweights.torch import graphs
 from fastweights.torch.dynamic import GradientStatistics
 
 ROWS = 8  # windows that are read side by side
@@ -96,20 +98,42 @@ class Windows:
         """
         keep = spans[0][2] - spans[0][1]
         tokens = torch.cat([self.row[:, first:stop] for first, _, stop in spans])
-        if self.fast is None or self.learned is None:
-            return body(self.model, tokens)[:, -keep:].flatten(0, 1)[None]
+        learned = () if self.learned is None else self.learned
         self.passes += len(spans)
-        if not teaches(self.passes, self.fast.every) or tokens.shape[1] < 2:
-            x = body(self.model, tokens, self.fast.whole(self.learned))
+        if self.fast is None or not teaches(self.passes, self.fast.every) or tokens.shape[1] < 2:
+            (x,) = self._call(self._read, keep, tokens, *learned)
         else:
-            leaves = tuple(S.detach().requires_grad_() for S in self.learned)
-            with torch.enable_grad():
-                x = body(self.model, tokens, self.fast.whole(leaves))
-            known = max(tokens.shape[1] - keep - 1, 0) if self.fast.every == 1 else 0
-            if known < tokens.shape[1] - 1:
-                with torch.enable_grad():
-                    read = x[:, known:-1]
-                output = self.model.get_output_embeddings()
-                self.learned = self.fast.learn(read, tokens[:, known + 1 :], None, output, leaves, keep=False)
-            x = x.detach()
-        return x[:, -keep:].flatten(0, 1)[None]
+            x, *gradients = self._call(self._teach, keep, tokens, *learned)
+            if gradients:
+                self.learned = self.fast.after(learned, gradients)
+        return x.flatten(0, 1)[None]
+
+    def _read(self, keep: int, tokens: Tensor, *learned: Tensor) -> tuple[Tensor]:
+        """Features (B, keep, D) of the last tokens of windows (B, n)."""
+        weights = None if self.fast is None else self.fast.whole(learned)
+        return (body(self.model, tokens, weights)[:, -keep:],)
+
+    def _teach(self, keep: int, tokens: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
+        """The same of a window (1, n) that teaches, and the gradients that it teaches by, if any token is new."""
+        fast: Any = self.fast
+        leaves = tuple(S.detach().requires_grad_() for S in learned)
+        known = max(tokens.shape[1] - keep - 1, 0) if fast.every == 1 else 0
+        with torch.enable_grad():
+            x = body(self.model, tokens, fast.whole(leaves))
+            read = x[:, known:-1]
+        kept = x.detach()[:, -keep:]
+        if not read.shape[1]:
+            return (kept,)
+        output = self.model.get_output_embeddings()
+        return kept, *fast.gradients(read, tokens[:, known + 1 :], None, output, leaves, keep=False)
+
+    def _call(self, f: Callable[..., tuple[Tensor, ...]], keep: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """f(keep, *inputs), on a GPU as a CUDA graph unless someone else's hook looks at the model."""
+        fast = self.fast
+        ours = {self.model, self.model.get_output_embeddings(), *(() if fast is None else fast.modules)}
+        if any((m._forward_hooks or m._forward_pre_hooks) and m not in ours for m in self.model.modules()):
+            return f(keep, *inputs)
+        places = tuple(p.data_ptr() for p in self.model.parameters())
+        chosen = None if fast is None else (fast.names, fast.every == 1)
+        how = torch.get_float32_matmul_precision(), getattr(self.model.config, "_attn_implementation", None)
+        return graphs.call((f.__name__, keep, chosen, how, places), partial(f, keep), inputs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.torch import private
 
-MOST = 8  # graphs that are kept, the least recently used go first; each holds the memory of its call
+MOST = 16  # graphs that are kept, the least recently used go first; each holds the memory of its call
 
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -138,10 +138,22 @@ def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | st
 def close(got: Tensor, want: Tensor) -> bool:
     """Whether a replay and the call itself gave the same but for rounding; numbers that are none must be none in both.
 
+    A library may choose other kernels while a graph is recorded. In TF32 the gradients of 30 layers then differ by half
+    a percent, and single entries, sums in which much cancels, by more than one percent of the largest: so it is the
+    root mean square of the differences that must stay below one percent, and no entry may be off by five.
+
     Examples:
         >>> close(torch.tensor([1.0, 2.0]), torch.tensor([1.001, 2.0])), close(torch.ones(2), torch.zeros(2))
         (True, False)
+        >>> close(torch.ones(100), torch.ones(100).index_fill(0, torch.tensor([7]), 1.08))  # one is wrong
+        False
     """
     a, b = got.double(), want.double()
-    allowed = 1e-2 * b.nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp(min=1e-6) if b.numel() else 0.0
-    return bool(((a - b).abs() <= allowed).logical_or_(a == b).logical_or_(a.isnan() & b.isnan()).all())
+    if not b.numel():
+        return True
+    finite = a.isfinite() & b.isfinite()
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = torch.where(finite, a - b, 0.0).abs()
+    size = torch.where(finite, b, 0.0).abs().clamp(min=1e-6)
+    far = apart.square().mean().sqrt() > 1e-2 * size.square().mean().sqrt()
+    return bool((~far & ((finite & (apart <= 5e-2 * size.amax())) | same).all()).item())
