@@ -3,6 +3,7 @@
 import logging
 import warnings
 from itertools import pairwise
+from numbers import Integral
 
 from fastweights.core import RULES, FastWeightError, Inputs, dtype_name
 
@@ -144,6 +145,20 @@ def _fits(shape, expected):
     return len(shape) == len(expected) and all(
         a == b or a is None or b is None for a, b in zip(shape, expected, strict=True)
     )
+
+
+def check_whole(least=1, /, **named):
+    """Raise FastWeightError unless each of these is a whole number of at least `least`, or None.
+
+    Examples:
+        >>> check_whole(heads=0)
+        Traceback (most recent call last):
+          ...
+        fastweights.core.FastWeightError: heads is 0; expected a whole number of at least 1
+    """
+    for name, n in named.items():
+        if n is not None and (isinstance(n, bool) or not isinstance(n, Integral) or n < least):
+            raise FastWeightError(f"{name} is {n!r}; expected a whole number of at least {least}")
 
 
 def check_parameters(arrays, shapes):

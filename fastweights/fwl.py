@@ -110,6 +110,8 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
     """
     if previous_label is not None:
         state = learn_waiting(config, ops, p, previous_label, state)
+    if x.shape[1] == 0:
+        return nothing(config, ops, x, state, logits)
     slow = slow_pass(config, ops, p, x)
     slow_loss, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], labels)
     share = weights / normalization(config, ops, weights, cu_seqlens)
@@ -127,6 +129,14 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
     fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
     loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, p["unembed"], p["unembed_bias"], labels)
     return FWLOutput(fast, loss, slow_loss, FWLState._make([*after, pending, waiting]))
+
+
+def nothing(config, ops, x, state, logits):
+    """FWLOutput for x (B, 0, D), no tokens: the state stays as it was."""
+    loss = x[:, :, 0]
+    return FWLOutput(
+        ops.xp.broadcast_to(x[..., :1], (x.shape[0], 0, config.vocab_size)) if logits else None, loss, loss, state
+    )
 
 
 def step(config, ops, p, x, label, weight, state):

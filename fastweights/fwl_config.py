@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fastweights.checks import check_whole
 from fastweights.core import RULES, FastWeightError
 
 NORMALIZERS = ("batch", "sequence")
@@ -33,16 +34,12 @@ class FWLConfig:
     log_steps: bool = False
 
     def __post_init__(self):
-        for name in ("size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise FastWeightError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.attn_chunks is not None and self.attn_chunks < 1:
-            raise FastWeightError(f"attn_chunks is {self.attn_chunks}; expected 1 or more chunks, or None to choose")
+        check_whole(size=self.size, vocab_size=self.vocab_size, hidden=self.hidden, attn_chunks=self.attn_chunks)
         if isinstance(self.normalizer, str) and self.normalizer not in NORMALIZERS:
             raise FastWeightError(
                 f"normalizer is {self.normalizer!r}; expected 'batch', 'sequence' or a number of tokens"
             )
-        if not isinstance(self.normalizer, str) and not self.normalizer > 0:
+        if not isinstance(self.normalizer, str) and not 0 < self.normalizer < math.inf:
             raise FastWeightError(f"normalizer is {self.normalizer}; expected a positive number of tokens")
         if self.rule not in RULES:
             raise FastWeightError(f"rule is {self.rule!r}; expected one of {', '.join(map(repr, RULES))}")
@@ -52,9 +49,14 @@ class FWLConfig:
             raise FastWeightError(f"clip is {self.clip}; expected a positive length of a token's gradient")
         if self.within not in WITHIN:
             raise FastWeightError(f"within is {self.within!r}; expected one of {', '.join(map(repr, WITHIN))}")
+        if not math.isfinite(self.step_size):
+            raise FastWeightError(f"step_size is {self.step_size}; expected a finite number")
+        if not self.eps >= 0:
+            raise FastWeightError(f"eps is {self.eps}; expected 0 or more: it is added to a variance")
         if self.log_steps and not self.step_size > 0:
             raise FastWeightError(f"step_size is {self.step_size}; expected above 0 for log_steps: it has a logarithm")
-        if self.refresh is not None and (isinstance(self.refresh, float) or self.refresh < 1):
+        whole = isinstance(self.refresh, int) and not isinstance(self.refresh, bool)
+        if self.refresh is not None and (not whole or self.refresh < 1):
             raise FastWeightError(
                 f"refresh is {self.refresh}; expected a whole number of tokens, at least 1, or None "
                 "for the published layer"

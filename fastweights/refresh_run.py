@@ -13,6 +13,8 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     Every sequence is laid out from the first token that waits in the state on, padded to whole chunks; `loop(body,
     carry, parts)` then goes through the chunks.  fresh: nothing waits in the state.
     """
+    if x.shape[1] == 0:
+        return fwl.nothing(config, ops, x, state, logits)
     xp, C = ops.xp, config.refresh
     slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, p["unembed"], p["unembed_bias"], labels)
     whole = lambda y: ops.cast(y, state.waiting)  # noqa: E731

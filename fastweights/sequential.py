@@ -14,6 +14,7 @@ With a width of its own the fast network reads y_t = W_t x'_t, x'_t of that widt
 
 from typing import Any, NamedTuple
 
+from fastweights.checks import check_whole
 from fastweights.core import FastWeightError
 
 LAYER_NORM_EPS = 1e-5
@@ -66,6 +67,7 @@ def layer_norm(x, weight, bias, xp):
 
 def programmer_widths(inputs, outputs, width):
     """Widths of what the slow network makes of x: a, b, and x' where the fast network does not read x itself."""
+    check_whole(inputs=inputs, outputs=outputs, width=width)
     return [outputs, inputs] if width is None else [outputs, width, width]
 
 
@@ -75,14 +77,14 @@ def check_activation(name, extra=()):
         raise FastWeightError(f"activation is {name!r}; expected {', '.join(map(repr, ACTIVATIONS))} or a function")
 
 
-def check_rates(decay, rate, inner_steps):
+def check_rates(decay, rate, inner_steps, **widths):
     """Raise FastWeightError unless these can be the rates of a `FastWeightRNN`: 0 <= decay <= 1, rate and steps not
-    below 0.
+    below 0, and widths of at least 1.
     """
+    check_whole(**widths)
     if not 0 <= decay <= 1:
         raise FastWeightError(f"decay is {decay}; expected a number in [0, 1]: the share of A kept per token")
-    if inner_steps < 0:
-        raise FastWeightError(f"inner_steps is {inner_steps}; expected 0 or more reads of A per token")
+    check_whole(0, inner_steps=inner_steps)
     if not rate >= 0:
         raise FastWeightError(f"rate is {rate}; expected 0 or more: the step with which A learns")
 

@@ -41,6 +41,31 @@ def test_one_hot_labels_are_the_same():
     assert torch.equal(block(x, labels, weights), block(x, hot, weights))
 
 
+@pytest.mark.parametrize("how", [{}, dict(refresh=4), dict(refresh=4, within="cumulative")])
+def test_no_tokens_leave_the_state_as_it_is(how):
+    block, (x, labels, weights) = make(normalizer=3.0, **how), problem()
+    state = block.run(x, labels, weights).state
+    none = [y[:, :0] for y in (x, labels, weights)]
+    out = block.run(*none, state)
+    assert out.logits.shape == (B, 0, V)
+    assert out.loss.shape == out.slow_loss.shape == (B, 0)
+    assert all(torch.equal(a, b) for a, b in zip(out.state, state, strict=True))
+    assert torch.equal(block.run(x, labels, weights, block.run(*none).state).loss, block.run(x, labels, weights).loss)
+    assert block.loss(*none) == 0
+
+
+@pytest.mark.parametrize("refresh", [None, 4])
+def test_compiles_in_one_graph_and_weights_may_be_a_mask(refresh):
+    """Forwards and backwards; a width that the first call tells is asked for as the compiler understands it."""
+    block, (x, labels, weights) = make(refresh=refresh), problem()
+    mask = weights > 0
+    want = block.run(x, labels, mask.to(x.dtype), logits=False).loss
+    run = torch.compile(lambda *a: block.run(*a, logits=False).loss, fullgraph=True, backend="eager")
+    got = run(x, labels, mask)
+    assert_close(got.detach().numpy(), want.detach().numpy())
+    assert_close(*(torch.autograd.grad(y.sum(), block.steps)[0].numpy() for y in (got, want)))
+
+
 def test_both_losses_are_cross_entropies():
     x, labels, weights = problem()
     block = make()
@@ -208,6 +233,9 @@ def test_other_errors():
         FWLBlock(SIZE, V, unembed=nn.Parameter(torch.zeros(SIZE, V)))
     with pytest.raises(FastWeightError, match="inputs is not known yet; expected FWLBlock"):
         FWLBlock(SIZE, V).init_state(2)
+    for bad in (dict(hidden=0), dict(inputs=-1), dict(refresh=True), dict(step_size=float("nan")), dict(eps=-1.0)):
+        with pytest.raises(FastWeightError, match=f"{next(iter(bad))} is {next(iter(bad.values()))}; expected"):
+            FWLBlock(SIZE, V, **bad)
 
 
 def test_initial_weights_can_be_drawn_anew():

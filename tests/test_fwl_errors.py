@@ -15,7 +15,7 @@ CALLS = [
     (lambda x, y, w: (x, y, w[:1]), r"weights has shape \(1, 9\); expected \(2, 9\)"),
     (lambda x, y, w: (x, y, -w), "weights has -.*; expected finite numbers of at least 0"),
     (lambda x, y, w: (x, y, w * np.nan), "weights has nan; expected finite numbers of at least 0"),
-    (lambda x, y, w: (x[:, :0], y[:, :0], w[:, :0]), r"x has shape \(2, 0, 3\); expected at least one"),
+    (lambda x, y, w: (x[:0], y[:0], w[:0]), r"x has shape \(0, 9, 3\); expected at least one"),
     (lambda x, y, w: (x[..., :2], y, w), r"x has shape \(2, 9, 2\); expected \(B, T, 3\)"),
 ]
 

@@ -169,7 +169,7 @@ def test_streams_packs_and_pads(name):
     ("arguments", "message"),
     [
         (dict(erase=True, rule="sum"), "erase is True with rule='sum'; expected False"),
-        (dict(writes=0), "writes is 0; expected a positive whole number"),
+        (dict(writes=0), "writes is 0; expected a whole number of at least 1"),
         (dict(writes=2, norm="attention", features="elu+1"), "norm is 'attention' with writes=2"),
         (
             dict(decay="channel", norm="attention", features="elu+1"),

@@ -260,6 +260,10 @@ def test_repr_says_what_differs_from_the_defaults():
     ("arguments", "message"),
     [
         (dict(dim=10, heads=3), "dim is 10 with heads=3; expected a multiple of heads"),
+        (dict(heads=0), "heads is 0; expected a whole number of at least 1"),
+        (dict(dim=-8), "dim is -8; expected a whole number"),
+        (dict(key_dim=2.5), "key_dim is 2.5; expected a whole number"),
+        (dict(decay="channel", decay_rank=0), "decay_rank is 0; expected a whole number"),
         (dict(rule="hebb"), "rule is 'hebb'; expected one of 'delta', 'sum'"),
         (dict(norm="layer"), "norm is 'layer'; expected one of 'none', 'sum', 'l2', 'max', 'hellinger', 'attention'"),
         (dict(features="cos"), "features is 'cos'; expected 'identity'"),

@@ -4,7 +4,7 @@ A combination that cannot compute raises; one that computes, but is likely to bl
 """
 
 from fastweights import features
-from fastweights.checks import warn_once
+from fastweights.checks import check_whole, warn_once
 from fastweights.core import RULES, FastWeightError
 
 # The one vocabulary of `norm`: what is done to the features, and what the layer does beside it.
@@ -24,6 +24,9 @@ ERASES = (True, False, "removal", "feedback")
 
 def check_arguments(config):
     """Raise FastWeightError unless the arguments of a layer, the fields of `config`, go together."""
+    check_whole(dim=config.dim, heads=config.heads, key_dim=config.key_dim, value_dim=config.value_dim)
+    check_whole(key_heads=config.key_heads, decay_rank=config.decay_rank, writes=config.writes)
+    check_whole(0, conv=config.conv, seed=config.seed)
     if config.dim % config.heads and None in (config.key_dim, config.value_dim):
         raise FastWeightError(
             f"dim is {config.dim} with heads={config.heads}; expected a multiple of heads, or key_dim and value_dim "
@@ -46,14 +49,12 @@ def check_arguments(config):
         raise FastWeightError(
             f"beta_max is {config.beta_max}; expected above 0 and at most 2: past it the delta rule's memory grows"
         )
-    if config.conv < 0 or config.conv == 1:
+    if config.conv == 1:
         raise FastWeightError(f"conv is {config.conv}; expected 0 for none, or a width of at least 2 tokens")
 
 
 def _check_general(config):
     """Raise where several writes, an erase key or a decay per channel meet what they cannot."""
-    if not isinstance(config.writes, int) or config.writes < 1:
-        raise FastWeightError(f"writes is {config.writes!r}; expected a positive whole number: writes per token")
     if config.erase and not RULES[config.rule].erases:
         raise FastWeightError(
             f"erase is {config.erase!r} with rule={config.rule!r}; expected False: it corrects nothing"

@@ -57,7 +57,7 @@ class FastWeightRNN(nn.Module):
 
     def __post_init__(self):
         check_activation(self.activation)
-        check_rates(self.decay, self.rate, self.inner_steps)
+        check_rates(self.decay, self.rate, self.inner_steps, inputs=self.inputs, hidden=self.hidden)
         super().__post_init__()
 
     @nn.compact

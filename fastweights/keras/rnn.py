@@ -62,7 +62,7 @@ class FastWeightRNN(keras.layers.Layer):
     ):
         super().__init__(name=name, trainable=trainable, dtype=dtype)
         activation = read_activation(activation)
-        check_rates(decay, rate, inner_steps)
+        check_rates(decay, rate, inner_steps, inputs=inputs, hidden=hidden)
         self.inputs, self.hidden, self.decay, self.rate = inputs, hidden, decay, rate
         self.inner_steps, self.layer_norm, self.activation = inner_steps, layer_norm, activation
         self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA there cannot differentiate the loop

@@ -144,6 +144,7 @@ class Head(torch.autograd.Function):
         """Gradients of n, words and c from those of the losses and of r."""
         n, words, c, labels, r, log_sum = ctx.saved_tensors
         dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
+        dr = dr if ctx.want_r else None  # of an empty r torch.compile makes zeros
         dn = score_backward(n, words, c, labels, log_sum, r, dloss, dr, dwords, dc)
         return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
 

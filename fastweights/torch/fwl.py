@@ -8,6 +8,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from fastweights import fwl, fwl_checks, fwl_config
+from fastweights.checks import check_whole
 from fastweights.core import FastWeightError
 from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
@@ -113,6 +114,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                 f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "
                 "(vocab_size, size), as an nn.Embedding's weight"
             )
+        check_whole(inputs=inputs)
         to = dict(device=device, dtype=dtype or torch.get_default_dtype())
         for name, shape in self.config.shapes(inputs or 1).items():
             if name == "unembed" and unembed is not None:
@@ -192,8 +194,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             (torch.Size([1, 6, 20]), torch.Size([1, 6]), torch.Size([1, 1, 9, 32]))
             >>> more = block.run(x, *make_labels(tokens), out.state, previous_label=tokens[:, 0])  # it goes on
         """
-        self._know_inputs(x)
-        labels = self._checked(x, labels, weights)
+        labels, weights = self._checked(x, labels, weights)
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is not None:
             self._check_state(state, sequences)
@@ -230,14 +231,13 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             torch.Size([6])
         """
         if self._by_hand(weights):
-            self._know_inputs(x)
-            labels = self._checked(x, labels, weights)
+            labels, weights = self._checked(x, labels, weights)
             share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
             return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
         total = weights.sum().clamp(min=1e-8)
-        if cu_seqlens is None and not fwl_train.refuses(self.config, x, weights, None, packed=False):
-            self._know_inputs(x)
-            labels = self._checked(x, labels, weights)
+        read = cu_seqlens is None and x.shape[1]
+        if read and not fwl_train.refuses(self.config, x, weights, None, packed=False):
+            labels, weights = self._checked(x, labels, weights)
             return fwl_train.objective(self.config, self._weights(), x, labels, weights).value / total
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)
         return (out.loss * weights).sum() / total
@@ -249,13 +249,13 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
     def slow_logits(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) of the parameters as they are, which learned nothing from the document, for x (B, T, D)."""
-        self._know_inputs(x)
+        self.initialize_parameters(x)
         p = self._weights()
         return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
 
     def slow_loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """The loss (B, T) of each label by the parameters as they are, without holding the logits."""
-        self._know_inputs(x)
+        self.initialize_parameters(x)
         p = self._weights()
         return OPS.loss(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"], p["unembed_bias"], labels)
 
@@ -326,7 +326,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                 f"normalizer is {self.config.normalizer!r}; expected a number of tokens for "
                 "start_steps: a step is a token's"
             )
-        self._know_inputs(x)
+        self.initialize_parameters(x)
         slow = fwl.slow_pass(self.config, OPS, self._weights(), x)
         sizes = [key.double().square().sum(-1).mean() + 1 for key in (x, slow.a, slow.xhat)]
         steps = factor * self.config.normalizer / torch.stack(sizes).repeat_interleave(2)
@@ -377,18 +377,20 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             p["unembed_bias"] = self.scale.new_zeros(self.config.vocab_size)
         return p
 
-    def _know_inputs(self, x):
-        if self.has_uninitialized_params():
-            self.initialize_parameters(x)
+    def has_uninitialized_params(self) -> bool:
+        """Whether the width of x is not known yet; asked as torch.compile understands it."""
+        return isinstance(self.dense1, UninitializedParameter)
 
     def _checked(self, x, labels, weights):
-        """Integer labels, checked."""
+        """Integer labels and real weights, checked, once the width of x is known."""
+        self.initialize_parameters(x)
         fwl_checks.check_shapes(self.config, x, labels, weights, self.dense1.shape[0])
-        return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights)
+        weights = weights if weights.is_floating_point() else weights.to(x.dtype)
+        return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights), weights
 
     def _in_vocabulary(self, labels, weights):
         """labels as int64; where looking costs no wait for a GPU, labels and weights are held to their range first."""
-        if not torch.compiler.is_compiling() and labels.numel() and (not labels.is_cuda or debugging()):
+        if not is_watched() and labels.numel() and (not labels.is_cuda or debugging()):
             low, high = torch.aminmax(labels)
             bad = weights[~((weights >= 0) & weights.isfinite())]
             fwl_checks.check_values(self.config, int(low), int(high), float(bad[0]) if len(bad) else 0.0)

@@ -82,9 +82,9 @@ def plan(waiting: list[int], new: list[int], C: int, *, held: bool) -> Layout:
         Two chunks of two tokens are learned; the fifth token is answered, and waits.
     """
     alike = len(set(zip(waiting, new, strict=True))) <= 1
-    order = (
-        np.arange(len(new)) if alike else np.argsort([-w - n for w, n in zip(waiting, new, strict=True)], kind="stable")
-    )
+    order: Any = range(len(new))  # not NumPy's, which torch.compile would trace
+    if not alike:
+        order = np.argsort([-w - n for w, n in zip(waiting, new, strict=True)], kind="stable")
     lengths = [waiting[i] + new[i] for i in order]
     olds = [waiting[i] for i in order]
     calls = []
@@ -140,6 +140,8 @@ def run(
         fresh: whether it is the state before the first token, so that nothing can wait in it.
         score: whether the loss is wanted.
     """
+    if x.shape[1] == 0:
+        return fwl.nothing(config, ops, x, state, logits)
     n, loss, state = read(
         config, ops, p, x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens, features=logits, score=score
     )
@@ -287,7 +289,7 @@ def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:
         rest = [y[:, begin:] for y in tokens]
         rest = [torch.cat([y, y.new_zeros(len(y), C - y.shape[1], *y.shape[2:])], 1) for y in rest]
         count = torch.full_like(state.waiting, length - begin)
-        if not count.is_inference():
+        if not is_watched() and not count.is_inference():
             _known[count] = count._version, [length - begin] * len(count)
     else:
         at = torch.from_numpy(np.argsort(layout.order)).to(state.waiting.device)  # from rows back to sequences

@@ -65,7 +65,7 @@ class FastWeightRNN(nn.Module):
     ):
         super().__init__()
         check_activation(activation)
-        check_rates(decay, rate, inner_steps)
+        check_rates(decay, rate, inner_steps, inputs=inputs, hidden=hidden)
         self.inputs, self.hidden, self.decay, self.rate = inputs, hidden, decay, rate
         self.inner_steps, self.activation = inner_steps, activation
         to = dict(device=device, dtype=dtype)
