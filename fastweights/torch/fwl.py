@@ -14,7 +14,7 @@ from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule, Within
 from fastweights.refresh import RefreshState, check_state, labelled
-from fastweights.torch import fwl_loss, fwl_train, held, refresh
+from fastweights.torch import fwl_loss, fwl_train, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.private import is_watched
@@ -343,26 +343,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return dict(zip(fwl_config.STEPS, steps.tolist(), strict=True))
 
     def _refreshed_step(self, x, previous_label, state, weight=None, full=None):
-        """`step` of a refreshed block: x joins the tokens that wait, and a full chunk of them is learned.
-
-        full: whether as many tokens wait as it is refreshed after, in every row (True) or in none (False); when absent
-        the state is looked at, which on a GPU waits for it.
-        """
-        if previous_label is not None:
-            weight = torch.ones_like(previous_label) if weight is None else weight
-            state = labelled(self.config, OPS, state, previous_label, weight)
-        plain = self.config.within == "held" and not (torch.is_grad_enabled() or is_watched())
-        if plain and not torch.is_autocast_enabled(x.device.type):
-            counts = {self.config.refresh if full else 0} if full is not None else set(state.waiting.tolist())
-            if len(counts) == 1:
-                p = self._weights()
-                full = counts == {self.config.refresh}
-                n, state = held.step(self.config, p, x.to(self.scale.dtype), state, full=full)
-                return torch.addmm(p["unembed_bias"], n, p["unembed"]), state
-        unknown = x.new_zeros(len(x), 1)
-        block, batch = (self.config, OPS, self._weights()), (x[:, None], unknown.long(), unknown)
-        out = refresh.run(*block, *batch, state, fresh=False, slow=False, score=False)
-        return out.logits[:, 0], out.state
+        """`step` of a refreshed block; full, where the caller knows it: whether a whole chunk of tokens waits."""
+        return refresh.step(self.config, OPS, self._weights(), x, previous_label, state, weight, full)
 
     def _check_state(self, state, sequences):
         """Raise FastWeightError unless the state is one of this block's, of as many sequences."""

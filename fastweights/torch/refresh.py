@@ -191,6 +191,41 @@ def read(
     return n, loss, _state_after(config, tokens, (x, labels, share), state, learned, layout)
 
 
+def step(
+    config: FWLConfig,
+    ops: Ops,
+    p: dict[str, Tensor],
+    x: Tensor,
+    previous_label: Tensor | None,
+    state: RefreshState,
+    weight: Tensor | None = None,
+    full: bool | None = None,
+) -> tuple[Tensor, RefreshState]:
+    """Logits (B, V) and the state after x: it joins the tokens that wait, and a full chunk of them is learned.
+
+    Args:
+        config, ops, p: of the block; p by the names of fwl.py.
+        x: (B, D), the next token.
+        previous_label: (B,), of the token before x; None at the first token, or where it was told.
+        state: before x.
+        weight: (B,), of previous_label; 1 when absent.
+        full: whether as many tokens wait as it is refreshed after, in every row (True) or in none (False); when absent
+            the state is looked at, which on a GPU waits for it.
+    """
+    if previous_label is not None:
+        weight = torch.ones_like(previous_label) if weight is None else weight
+        state = refresh.labelled(config, ops, state, previous_label, weight)
+    plain = config.within == "held" and not (torch.is_grad_enabled() or is_watched())
+    if plain and not torch.is_autocast_enabled(x.device.type):
+        counts = {config.refresh if full else 0} if full is not None else set(state.waiting.tolist())
+        if len(counts) == 1:
+            n, state = held.step(config, p, x.to(p["scale"].dtype), state, full=counts == {config.refresh})
+            return torch.addmm(p["unembed_bias"], n, p["unembed"]), state
+    unknown = x.new_zeros(len(x), 1)
+    out = run(config, ops, p, x[:, None], unknown.long(), unknown, state, fresh=False, slow=False, score=False)
+    return out.logits[:, 0], out.state
+
+
 def _differentiates():
     """Whether a gradient may be asked for, so that everything must be an operation that autograd sees."""
     transformed = is_watched()
