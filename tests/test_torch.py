@@ -243,6 +243,14 @@ def test_functional_gradients(rng):
     torch.testing.assert_close([g[0] for g in per_sample], list(got))
 
 
+def test_functional_second_derivatives(rng):
+    """jacrev of grad is vmap of a gradient of a gradient: the same as autograd's own."""
+    inputs = tensors(rng, B=1, T=5, H=1, K=2, V=2)
+    loss = lambda k: call(inputs[0], k, *inputs[2:], chunk_size=2)[0].sin().sum()  # noqa: E731
+    got = torch.func.jacrev(torch.func.grad(loss))(inputs[1])
+    torch.testing.assert_close(got, torch.autograd.functional.hessian(loss, inputs[1]))
+
+
 def test_gradient_checkpointing(rng):
     inputs = tensors(rng, grad=True, T=20)
     run = lambda *x: call(*x)[0].sin()  # noqa: E731

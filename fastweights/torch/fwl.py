@@ -235,8 +235,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
             return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
         total = weights.sum().clamp(min=1e-8)
-        read = cu_seqlens is None and x.shape[1]
-        if read and not fwl_train.refuses(self.config, x, weights, None, packed=False):
+        if cu_seqlens is None and x.shape[1] and not fwl_train.refuses(self.config, x, weights, None, packed=False):
             labels, weights = self._checked(x, labels, weights)
             return fwl_train.objective(self.config, self._weights(), x, labels, weights).value / total
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)

@@ -279,16 +279,8 @@ class FastWeightBackward(torch.autograd.Function):
         """Gradients of the gradients: those of the plain form, recomputed under autograd."""
         do, dstate, *arrays, cu_seqlens = ctx.saved_tensors
         wanted = [i for i, x in enumerate(arrays) if x is not None]
-        # The first gradient once more, of the plain form, so that autograd can differentiate it.
-        with torch.enable_grad():
-            ups = [_node(x) for x in (do, dstate)]
-            copies: list[Any] = [None if x is None else _node(x) for x in arrays]
-            asked = [copies[i] for i in wanted]
-            outputs = plain(Inputs._make([*copies, cu_seqlens, None]), of_text(ctx.spec))
-            first = torch.autograd.grad(outputs, asked, ups, create_graph=True, materialize_grads=True)
-            found = torch.autograd.grad(
-                first, [*ups, *asked], [second[i] for i in wanted], create_graph=True, materialize_grads=True
-            )
+        differentiate = _second_transformed if is_transformed() else _second
+        found = differentiate(of_text(ctx.spec), do, dstate, arrays, cu_seqlens, tuple(second[i] for i in wanted))
         of = dict(zip(wanted, found[2:], strict=True))
         return None, None, None, *found[:2], *(of.get(i) for i in range(ARRAYS)), None
 
@@ -296,6 +288,33 @@ class FastWeightBackward(torch.autograd.Function):
     def vmap(info, in_dims, name, spec, saved, *tensors):
         call = lambda *x: FastWeightBackward.apply(name, spec, [], *x)  # noqa: E731 - the backward computes it again
         return _fold(call, info.batch_size, in_dims[3:], tensors)
+
+
+def _second(spec, do, dstate, arrays, cu_seqlens, second):
+    """Gradients of do, dstate and the arrays that are there, given those of the arrays' own gradients.
+
+    The first gradient once more, of the plain form, so that autograd can differentiate it.
+    """
+    with torch.enable_grad():
+        ups = [_node(x) for x in (do, dstate)]
+        copies: list[Any] = [None if x is None else _node(x) for x in arrays]
+        asked = [x for x in copies if x is not None]
+        outputs = plain(Inputs._make([*copies, cu_seqlens, None]), spec)
+        first = torch.autograd.grad(outputs, asked, ups, create_graph=True, materialize_grads=True)
+        return torch.autograd.grad(first, [*ups, *asked], second, create_graph=True, materialize_grads=True)
+
+
+def _second_transformed(spec, do, dstate, arrays, cu_seqlens, second):
+    """`_second` under a transform of torch.func, which allows no requires_grad_: by its own functions."""
+
+    def first(do, dstate, *given):
+        def forward(*given):
+            left = iter(given)
+            return plain(Inputs._make([*(None if x is None else next(left) for x in arrays), cu_seqlens, None]), spec)
+
+        return torch.func.vjp(forward, *given)[1]((do, dstate))
+
+    return torch.func.vjp(first, do, dstate, *(x for x in arrays if x is not None))[1](second)
 
 
 def _node(x):
