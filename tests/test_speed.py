@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -73,6 +74,41 @@ def test_speed_is_that_of_the_steps_after_the_first(monkeypatch):
             now[0] += 100
     assert clock.ready is None
     assert clock.values() == pytest.approx(dict(tokens_per_second=20.0, share_of_peak=0.4))
+
+
+def test_kernels_of_a_rehearsal_are_compiled_once_and_not_launched(monkeypatch):
+    """Kernels that look alike to Triton are compiled together before the first launch; the next time nothing is."""
+    launch = pytest.importorskip("fastweights.torch.kernels.launch")
+    made = []
+
+    class Kernel:
+        def run(self, *arguments, grid, warmup, **options):
+            made.append((warmup, len(arguments), options))
+            return self  # stands for what was compiled, which is asked for its launcher
+
+        def warmup(self, *arguments, grid, **options):
+            return self.run(*arguments, grid=grid, warmup=True, **options)
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: self.run(*arguments, grid=grid, warmup=False, **options)
+
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    for name in ("current_device", "is_current_stream_capturing", "get_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    kernel, x, y = Kernel(), torch.zeros(4), torch.zeros(4, dtype=torch.float64)
+
+    def work():
+        for z in (x, x, y):
+            kernel[(1,)](z, 3, BLOCK=4)
+
+    launch.rehearse("test", work)
+    assert made == [(True, 2, dict(BLOCK=4))] * 2  # one for each dtype
+    launch.rehearse("test", work)
+    assert len(made) == 2
+    work()
+    assert made[2:] == [(False, 2, dict(BLOCK=4))] * 3
 
 
 class Again:

@@ -54,10 +54,10 @@ class Trainer:
         """Make ready what a step needs; the carried states and the position to go on from."""
         c = self.config
         states, at, known = checkpoints.restore(self.run, self.model, self.ranks) if resume else ([], START, {})
+        if self.how.compiled:
+            compile_blocks(self.model)  # first of all: PyTorch starts processes that compile, which take their time
         if not resume:
             self.start_steps()
-        if self.how.compiled:
-            compile_blocks(self.model)
         objective = Objective(self.model)
         self.objective = self.ranks.wrap(objective)
         layer = None if self.model.fast is None else self.model.fast.config
@@ -102,10 +102,11 @@ class Trainer:
                         lines.point(**values)
                 if not pause:
                     continue
+                speed = clock.values()
                 with clock.stopped():
                     valid = self.validate()
                     values |= dict(valid_loss=valid, valid_bits_per_byte=lines.bits(valid))
-                    lines.point(**values | clock.values() | self.step_sizes() | dict(ran=self.ran))
+                    lines.point(**values | speed | self.step_sizes() | dict(ran=self.ran))
                     if valid < best:
                         checkpoints.save_best(self.run, self.model, step, ranks)
                     best = min(best, valid)
@@ -159,10 +160,17 @@ class Trainer:
         """The first steps of a refreshed Fast Weight Layer, from the first batch; the same in every process."""
         if self.model.fast is None or not self.config.refresh:
             return
-        batch = to_batch(self.batches[0][:8], self.model.vocab - 1, self.ranks.device)
-        with torch.no_grad(), self.autocast:
-            x, _ = self.model(batch[0], None, batch[3])
-        self.model.fast.start_steps(x.float(), self.config.fast_step)
+        rows, device = self.batches[0][:8], self.ranks.device
+        even = self.how.compiled and device.startswith("cuda")
+        tokens, _, _, documents = to_batch(rows, self.model.vocab - 1, device, even=even)
+        if documents.even is None:
+            with torch.no_grad(), self.autocast:
+                x, _ = self.model(tokens, None, documents)
+        else:  # as steps will be, but for the compiler, so that no other kernels are needed for this
+            state = map_tensors(lambda x: x[: len(rows)], self.empty)
+            with self.autocast:
+                x, _ = self.model(tokens, state, documents.even)
+        self.model.fast.start_steps(x.detach().float(), self.config.fast_step)
 
     def step_sizes(self) -> dict[str, float]:
         """The Fast Weight Layer's steps, to log."""

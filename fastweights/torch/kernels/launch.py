@@ -6,14 +6,16 @@ plan is made; a launch then passes addresses and numbers to what Triton compiled
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 
 class Launch(NamedTuple):
@@ -49,6 +51,7 @@ class Launch(NamedTuple):
 
 
 _compiled: dict[tuple, Any] = {}
+_rehearsed: set[Hashable] = set()
 _lock = threading.Lock()
 
 
@@ -60,9 +63,59 @@ def compile_together(launches: list[Launch], device: torch.device) -> None:
         if len(missing) < 2:
             found = [_compile(launch, device) for launch in missing.values()]
         else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                found = list(pool.map(lambda launch: _compile(launch, device), missing.values()))
+            found = _side_by_side(lambda launch: _compile(launch, device), missing.values())
         _compiled.update(zip(missing, found, strict=True))
+
+
+def rehearse(key: Hashable, work: Callable[[], Any]) -> None:
+    """Compile side by side what work() launches by Triton's own launch, the first time that there is this key.
+
+    The work is done without its kernels, on memory that holds anything, and what it returns is dropped: it must change
+    nothing but its own tensors, and not look anything up at places that its kernels make. Without this, kernels are
+    compiled one after the other as they are met, half a second each. Nothing is done while a graph is captured.
+    """
+    if key in _rehearsed or torch.cuda.is_current_stream_capturing():
+        return
+    _rehearsed.add(key)
+    launches: dict[tuple, tuple] = {}
+    device, random = torch.cuda.current_device(), torch.cuda.get_rng_state()
+    with _noting(launches):
+        work()
+    torch.cuda.set_rng_state(random)
+
+    def compile_one(launch: tuple) -> None:
+        kernel, arguments, grid, options = launch
+        with torch.cuda.device(device):
+            kernel.warmup(*arguments, grid=grid, **options)[(*grid, 1, 1)[:3]]  # builds its launcher and loads it
+
+    _side_by_side(compile_one, launches.values())
+
+
+@contextmanager
+def _noting(launches: dict[tuple, tuple]) -> Iterator[None]:
+    """While it lasts, launches by this thread are noted and not made; those that look alike to Triton once."""
+    run, me = JITFunction.run, threading.get_ident()
+
+    def look(x: Any) -> Hashable:
+        return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x
+
+    def note(kernel: Any, *arguments: Any, grid: tuple, warmup: bool, **options: Any) -> Any:
+        if warmup or threading.get_ident() != me:
+            return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
+        key = kernel, tuple(map(look, arguments)), tuple(options.items())
+        launches[key] = kernel, arguments, grid, options
+
+    JITFunction.run = note
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+def _side_by_side(f: Callable, given: Any) -> list:
+    """f of each, in threads: compilers of Triton and of its launchers run outside of Python for most of the time."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(f, given))
 
 
 def _compile(launch, device):
