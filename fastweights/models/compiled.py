@@ -13,6 +13,7 @@ from torch import Tensor
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch.nn import FastWeightAttention
+from fastweights.torch.private import start_compilers
 from fastweights.torch.tree import map_tensors
 
 
@@ -72,6 +73,8 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
     # Padded rows would be copied before and after a layer's own operators, which take them as they are.
     options: Any = {"comprehensive_padding": False} if backend == "inductor" else None
     model.compiled = torch.compile(_run, backend=backend, dynamic=False, options=options)
+    if backend == "inductor" and model.embedding.weight.is_cuda:
+        start_compilers()
 
 
 def _run(block: Any, x: Tensor, state: Any, documents: Any) -> tuple[Tensor, Any]:

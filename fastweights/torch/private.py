@@ -4,6 +4,7 @@ The operations on lists of tensors are those that PyTorch's own optimisers run: 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch.utils import _pytree as pytree  # noqa: F401 - for caches that torch.export takes apart
@@ -31,6 +32,17 @@ def is_watched() -> bool:
 def has_modes() -> bool:
     """Whether a dispatch mode, such as a counter of operations, wants to see every operator."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def start_compilers() -> None:
+    """Start the processes in which torch.compile compiles kernels for a GPU, which it does itself when it needs them.
+
+    They take seconds to start, and until they have, kernels are compiled one after the other.
+    """
+    with suppress(ImportError):
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 def allocator(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:

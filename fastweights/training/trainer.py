@@ -55,7 +55,7 @@ class Trainer:
         c = self.config
         states, at, known = checkpoints.restore(self.run, self.model, self.ranks) if resume else ([], START, {})
         if self.how.compiled:
-            compile_blocks(self.model)  # first of all: PyTorch starts processes that compile, which take their time
+            compile_blocks(self.model)  # first of all: it starts processes, which take their time
         if not resume:
             self.start_steps()
         objective = Objective(self.model)
