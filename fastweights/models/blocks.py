@@ -75,6 +75,13 @@ class Block(nn.Module):
         self, x: Tensor, state: Any = None, documents: Documents | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """state: of the mixer, None before the first token.  mask (B, T): False for padding, on any side."""
+        x, more, state = self.halves(x, state, documents, mask)
+        return x + more, state
+
+    def halves(
+        self, x: Tensor, state: Any, documents: Documents | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """x + mixer(norm(x)), what the feed-forward layer adds to that, and the state."""
         y, state = self.mixer(self.norm1(x), state, documents, mask)
         x = x + self.dropout(y)
-        return x + self.dropout(self.feed_forward(self.norm2(x))), state
+        return x, self.dropout(self.feed_forward(self.norm2(x))), state

@@ -77,10 +77,12 @@ def compile_blocks(model: LanguageModel, backend: str = "inductor") -> None:
         start_compilers()
 
 
-def _run(block: Any, x: Tensor, state: Any, documents: Any) -> tuple[Tensor, Any]:
-    """One block on x (B, T, D): what torch.compile sees.
+def _run(block: Any, x: Tensor, more: Tensor, state: Any, documents: Any) -> tuple[Tensor, Tensor, Any]:
+    """One block on x + more (B, T, D), as its two `halves`: what torch.compile sees.
 
-    Training carries states without gradients. Said here, it spares the compiled backward pass gradients of zeros.
+    What the block before it adds is given by itself, so that the sum, the norm that follows it and their gradients are
+    one pass each. Training carries states without gradients. Said here, it spares the compiled backward pass gradients
+    of zeros.
     """
-    y, state = block(x, state, documents)
-    return y, map_tensors(Tensor.detach, state)
+    x, more, state = block.halves(x + more, state, documents)
+    return x, more, map_tensors(Tensor.detach, state)

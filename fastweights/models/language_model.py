@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from fastweights.models.documents import Documents
 from fastweights.models.memory import Memory
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_train
+from fastweights.torch.dtypes import autocast_dtype
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.tree import map_tensors
 
@@ -111,15 +113,19 @@ class LanguageModel(nn.Module):
         """
         blocks = [None] * len(self.blocks) if state is None else state.blocks
         x, after = self.embedding(tokens), []
-        compiled = self.compiled is not None and documents is not None and documents.even is not None
-        run = self.compiled if compiled else Block.__call__
-        documents = documents.even if compiled and documents is not None else documents
+        recompute = self.config.checkpointing and self.training
+        call = partial(checkpoint, use_reentrant=False) if recompute else _call
+        even = None if documents is None or self.compiled is None else documents.even
+        more = None
+        if even is not None:  # what a feed-forward layer adds, the next block adds, in the pass that reads it
+            more = torch.zeros_like(x, dtype=autocast_dtype(x), requires_grad=x.requires_grad)
         for block, memory in zip(self.blocks, blocks, strict=True):
-            if self.config.checkpointing and self.training:
-                x, memory = checkpoint(run, block, x, memory, documents, use_reentrant=False)
+            if even is None:
+                x, memory = call(Block.__call__, block, x, memory, documents)
             else:
-                x, memory = run(block, x, memory, documents)
+                x, more, memory = call(self.compiled, block, x, more, memory, even)
             after.append(memory)
+        x = x if even is None else x + more
         return self.norm(x), after
 
     def score(
