@@ -141,6 +141,25 @@ def test_loss_without_logits_has_the_same_gradients(monkeypatch):
             assert_close(a.numpy(), b.numpy())
 
 
+@pytest.mark.parametrize("words", [2, V])
+def test_a_weighted_sum_has_the_gradients_of_its_losses(monkeypatch, words):
+    """Made with the value, a block of tokens at a time."""
+    monkeypatch.setitem(cross_entropy.BLOCK, "cpu", words * V)
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((B, T, SIZE), (SIZE, V), (V,))]
+    labels, weights = torch.randint(V, (B, T)), torch.rand(B, T, dtype=torch.float64)
+    n, E, c = leaves
+    plain = (
+        nn.functional.cross_entropy((n @ E + c).flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()
+    )
+    got, want = (
+        (value, *torch.autograd.grad(3 * value, leaves))
+        for value in (cross_entropy.summed(*leaves, labels, weights), plain.sum())
+    )
+    for a, b in zip(got, want, strict=True):
+        assert_close(a.detach().numpy(), b.detach().numpy())
+
+
 def test_loss_never_holds_the_logits(monkeypatch):
     """With 50 blocks no tensor as large as a tenth of the logits is made, forwards or backwards."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
         blocks = [None] * len(self.blocks) if state is None else state.blocks
         x, after = self.embedding(tokens), []
         recompute = self.config.checkpointing and self.training
-        call = partial(checkpoint, use_reentrant=False) if recompute else _call
+        call: Any = partial(checkpoint, use_reentrant=False) if recompute else lambda run, *given: run(*given)
         even = None if documents is None or self.compiled is None else documents.even
         more = None
         if even is not None:  # what a feed-forward layer adds, the next block adds, in the pass that reads it
@@ -177,6 +177,9 @@ class LanguageModel(nn.Module):
             slow_share: how much the loss of a Fast Weight Layer that has learned nothing counts in what is minimised.
         """
         x, blocks = self(tokens, state, documents)
+        if self.fast is None and torch.is_grad_enabled():
+            value = cross_entropy.summed(x, self.embedding.weight.mT, x.new_zeros(self.vocab), labels, weights)
+            return value, value.detach(), State(blocks, None)
         fast: Any = state.fast
         if self.fast is not None and not fwl_train.refuses(
             self.fast.config, x, weights, fast, packed=not documents.whole

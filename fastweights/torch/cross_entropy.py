@@ -149,6 +149,28 @@ class Head(torch.autograd.Function):
         return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
 
 
+class Summed(torch.autograd.Function):
+    """sum(weights * loss) for n (N, size), words (V, size), c (V,), labels and weights (N,).
+
+    The gradients are made with the value, while the logits are there: they are not computed a second time.
+    """
+
+    @staticmethod
+    def forward(ctx, n, words, c, labels, weights):
+        """The sum; its gradients are kept, those of words and c in float32 or wider."""
+        log_sum, dn, dwords, dc = score(n, words, c, labels, weights, gradient=True, learn=True)
+        ctx.save_for_backward(dn, dwords, dc)
+        ctx.dtypes = n.dtype, words.dtype, c.dtype
+        return (losses(n, words, c, labels, log_sum) * weights).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dvalue):
+        """The gradients times that of the sum."""
+        found = ((g * dvalue).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return *found, None, None
+
+
 def _add_product(out, a, b):
     """out += a b, where out may be wider than a and b."""
     if out.dtype == a.dtype:
@@ -233,10 +255,14 @@ def scored(
 ) -> tuple[Tensor, Tensor | None]:
     """`head` for an output embedding that `rows` made ready; without the gradient at n when not asked for."""
     flat = n.to(words.dtype).flatten(0, -2).contiguous()
-    there = torch.cuda.device_of(n) if n.is_cuda and not torch.compiler.is_compiling() else nullcontext()
-    with outside_autocast(n), there:
+    with outside_autocast(n), _there(n):
         loss, r, _ = Head.apply(flat, words, c, labels.flatten(), gradient)
     return loss.view(labels.shape), r.view(n.shape) if gradient else None
+
+
+def _there(n):
+    """Where kernels are launched on the device of n; a compiler does that by itself."""
+    return torch.cuda.device_of(n) if n.is_cuda and not torch.compiler.is_compiling() else nullcontext()
 
 
 def _ready(n: Tensor, E: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,3 +280,14 @@ def head(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 def loss(n: Tensor, E: Tensor, c: Tensor, labels: Tensor) -> Tensor:
     """Loss (...) per token of features n (..., size), for E (size, V), c (V,) and labels (...)."""
     return scored(n, *_ready(n, E, c), labels, gradient=False)[0]
+
+
+def summed(n: Tensor, E: Tensor, c: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """sum(weights * loss) of features n (..., size), as `loss` has it, for weights (...), which have no gradient.
+
+    For training: the gradients are made with the sum, in three products of tokens and words where `loss` needs four.
+    """
+    words, c = _ready(n, E, c)
+    flat, counts = n.to(words.dtype).flatten(0, -2).contiguous(), weights.to(accumulation_dtype(n)).flatten()
+    with outside_autocast(n), _there(n):
+        return Summed.apply(flat, words, c, labels.flatten(), counts)
