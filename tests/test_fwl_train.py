@@ -9,7 +9,7 @@ from oracle import assert_close
 from fastweights.models import config, language_model
 from fastweights.models.documents import Documents
 from fastweights.refresh import RefreshState
-from fastweights.torch import fwl_train, fwl_walk
+from fastweights.torch import fwl_dual, fwl_train, fwl_walk
 from fastweights.torch.tree import map_tensors
 
 ROWS = 3
@@ -66,11 +66,12 @@ def poison(monkeypatch):
         monkeypatch.setattr(of, name, fill)
 
 
-@pytest.mark.parametrize("walked", [True, "much", False])
+@pytest.mark.parametrize("form", ["walked", "walked, much", "products", "products, groups of two chunks"])
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
-def test_is_the_general_form(how, T, C, starts, carried, share, walked, poison, monkeypatch):
-    monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if walked else ())
-    monkeypatch.setattr(fwl_walk, "HELD", 0 if walked == "much" else 2**24)
+def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, monkeypatch):
+    monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if "walked" in form else ())
+    monkeypatch.setattr(fwl_walk, "HELD", 0 if "much" in form else 2**24)
+    monkeypatch.setattr(fwl_dual, "GROUP", 2 * C if "groups" in form else 128)
     block = make(**dict(normalizer=3.0, refresh=C) | how)
     x, labels, weights, state, documents = problem(block, T, starts, carried)
     want = general(block, x, labels, weights, state, documents, share)

@@ -14,6 +14,7 @@ words, so that the gradient of a word is. Letters: N tokens, V words, E as words
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ def score_backward(
     dr: Tensor | None,
     dwords: Tensor,
     dc: Tensor,
+    beside: Any = None,
 ) -> Tensor:
     """Back through (loss, r): dn (N, size) in float32 or wider; those of words and c are added to dwords and dc.
 
@@ -95,6 +97,7 @@ def score_backward(
         log_sum, r: what it returned.
         dloss, dr: gradients of the loss (N,) and of r (N, size); None where there is none.
         dwords, dc: grow in place.
+        beside: a `Beside` on whose stream they do, if given; it holds what they are made of.
     """
     wide, N, both = log_sum.dtype, len(n), n
     offset = dloss = torch.zeros_like(log_sum) if dloss is None else dloss.to(wide).contiguous()
@@ -102,18 +105,19 @@ def score_backward(
         dr = dr.contiguous()
         offset = dloss - _at_label(dr, words, labels, r=r)
         both = torch.cat([n, dr])
-    dn, parts = torch.zeros_like(n, dtype=wide), []
+    dn = torch.zeros_like(n, dtype=wide)
     for a, b in _blocks(n, len(words), len(both)):
         block = torch.empty(len(both), b - a, dtype=n.dtype, device=n.device)
         torch.addmm(c[a:b], n, words[a:b].mT, out=block[:N])
         if dr is not None:
             torch.mm(dr, words[a:b].mT, out=block[N:])
         e = None if dr is None else block[N:]
-        parts.append(_gradient(block[:N], e, log_sum, offset, dloss, labels, a, sums=True))
+        sums = _gradient(block[:N], e, log_sum, offset, dloss, labels, a, sums=True)
+        with nullcontext() if beside is None else beside.fork("words", given=(block, both, sums)):
+            _add_product(dwords[a:b], block.mT, both)
+            dc[a:b] += sums.sum(0)
         _add_product(dn, block[:N], words[a:b])
-        _add_product(dwords[a:b], block.mT, both)
         del block, e
-    dc += torch.cat(parts, 1).sum(0)
     return dn
 
 

@@ -24,6 +24,9 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy, fwl_dual_passes
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.held_overlapped import Beside
+
+GROUP = 128  # tokens of chunks whose products with what is known of all of them are made at once
 
 
 class Weights(NamedTuple):
@@ -80,6 +83,10 @@ class Pass:
         plain: no document starts inside a row and nothing decays, so that every earlier chunk counts in full.
     """
 
+    dv1: Tensor  # of a group of chunks in the backward pass: gradients of v1, v2 and a by later groups
+    dv2: Tensor
+    late: Tensor
+
     def __init__(self, config: FWLConfig, w: Weights, rows: Rows, *, plain: bool):
         assert config.refresh is not None
         self.config, self.w, self.rows, self.plain = config, w, rows, plain
@@ -89,13 +96,16 @@ class Pass:
         e, E = w.e, self.E
         self.steps = -torch.cat([e[1:2].expand(self.F), e[3:4].expand(E), e[4:5].expand(E), e[5:6].expand(E)])
         self.chunks: list[Chunk] = []
+        self.beside = Beside(rows.x, priority=-1)  # half of what a chunk needs is made beside the other half
         self.passes = passes_for(rows.x, config)
         # By chunk: labels and how much a token counts (n, B, C).
         by_chunk = lambda y: y.view(self.B, self.n, self.C).transpose(0, 1).contiguous()  # noqa: E731
         self.labels, self.share, self.weights = (by_chunk(y) for y in (rows.labels, rows.share, rows.weights))
         self.ones = torch.ones(self.B * self.C, dtype=self.wide, device=rows.x.device)
         self.kept = rows.kept.to(rows.x.dtype)[..., None, None]  # (B, n, 1, 1)
+        self.mask = rows.mask if config.decay else rows.mask.to(rows.x.dtype)  # without decay 0 or 1, in any dtype
         self.learning = self.L - self.C  # tokens of chunks that are learned from: all but the last
+        self.group = max(1, GROUP // self.C)  # chunks
 
     def forward(self) -> Tensor:
         """Losses (B, L) of every token by the weights as they were before its chunk."""
@@ -104,44 +114,63 @@ class Pass:
         self.A2, self.A3 = self._new(self.L), self._new(self.L)
         self.raw, self.sums = (self._new(self.F + 3 * self.E, n, dtype=self.wide) for _ in range(2))
         self.A1 = self._masked(torch.bmm(x, x.mT))
-        self.h = h = x @ w.W1
-        vectors = w.vectors.expand(B, n, -1)
+        h = x @ w.W1
+        self.vectors = w.vectors.expand(B, n, -1)
         if rows.S1 is not None and rows.vectors is not None:
             h = torch.baddbmm(h, self._kept(x), rows.S1)
-            vectors = vectors + rows.kept[..., None] * rows.vectors[:, None]
-        return torch.cat([self._chunk(c, h, vectors[:, c : c + 1]) for c in range(n)], 1)
+            self.vectors = self.vectors + rows.kept[..., None] * rows.vectors[:, None]
+        self.room = self._every(), self._every()  # in turns, since sums are made while the next chunk is under way
+        vectors, found = self.vectors[:, :1], []
+        for c in range(n):
+            losses, vectors = self._chunk(c, h, vectors)
+            found.append(losses)
+        self.beside.end()
+        return torch.cat(found, 1)
 
     def _chunk(self, c, h, vectors):
-        """Read chunk c, and write what is learned from it; its losses (B, C)."""
-        w, rows, config, passes = self.w, self.rows, self.config, self.passes
+        """Read chunk c, and write what is learned from it; its losses (B, C), and the vectors of the next one."""
+        w, config, passes, beside = self.w, self.config, self.passes, self.beside
         here, before = self._here(c), slice(0, c * self.C)
+        start = c - c % self.group
+        if c and c == start:  # what was learned before a group is added to all of its chunks at once
+            read = slice(c * self.C, (c + self.group) * self.C)
+            h[:, read].baddbmm_(self.A1[:, read, before], self.V1[:, before])
         h, a, g2 = h[:, here], self.A[:, here], self.G2[:, here]
-        if c:
-            h = torch.baddbmm(h, self.A1[:, here, before], self.V1[:, before])
-            vectors = torch.baddbmm(vectors, rows.mask[:, c : c + 1, :c], self.sums[:, :c])
+        if c > start:
+            learned = slice(start * self.C, c * self.C)
+            h.baddbmm_(self.A1[:, here, learned], self.V1[:, learned])
+        beside.join("vectors")
         b1, b2, scale, shift = self._split(vectors)
         r = passes.hidden(h, b1, a)
-        y = self._times(a, c)
+        more = self._carried(a)
+        y = torch.bmm(a, w.W2.expand(self.B, -1, -1))
         if c:
             y.baddbmm_(self._scores(self.A2, a, self.A, c), self.V2[:, before])
-        norm, features = passes.normal(y, b2, scale, shift, config.eps)
+        beside.join("carried")
+        norm, features = passes.normal(y, b2, scale, shift, config.eps, more, self.kept[:, c])
         flat, labels, learns = features.flatten(0, 1), self.labels[c].flatten(), c < self.n - 1
         log_sum, head, _, _ = cross_entropy.score(flat, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
-        losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.C)
+        with beside.fork("losses"):
+            losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.C)
         if head is None:
             self.chunks.append(Chunk(r, norm, scale, flat, log_sum))
-            return losses
+            return losses, None
         head = head.view(features.shape)
-        every = self._every()
+        every = self.room[c % 2]
         passes.write_second(head, self.share[c], norm, scale, w.e, config.clip, g2, self.V2[:, here], every)
-        u = self._back(g2, c)
+        more = self._carried(g2, back=True)
+        u = torch.bmm(g2, w.W2.mT.expand(self.B, -1, -1))
         if c:
             u.baddbmm_(self._scores(self.A3, g2, self.V2, c), self.A[:, before])
-        passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every)
-        torch.sum(every, 1, dtype=self.wide, out=self.raw[:, c])
-        torch.mul(self.raw[:, c], self.steps, out=self.sums[:, c])
+        beside.join("carried")
+        passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every, more, self.kept[:, c])
         self.chunks.append(Chunk(r, norm, scale, flat, log_sum, head, u))
-        return losses
+        with beside.fork("vectors"):
+            torch.sum(every, 1, dtype=self.wide, out=self.raw[:, c])
+            torch.mul(self.raw[:, c], self.steps, out=self.sums[:, c])
+            after = slice(c + 1, c + 2)
+            vectors = torch.baddbmm(self.vectors[:, after], self.rows.mask[:, after, : c + 1], self.sums[:, : c + 1])
+        return losses, vectors
 
     def learned(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a row has learned in this window before its chunk `last` (B,): changes of W1, W2 and the vectors."""
@@ -163,6 +192,7 @@ class Pass:
         self.dwords, self.dc = (torch.zeros_like(y, dtype=self.wide) for y in (w.words, w.c))
         for c in reversed(range(self.n)):
             self._chunk_backward(c)
+        self.beside.end()
         R = self._masked(torch.bmm(self.DH, self.V1.mT))
         dx = torch.bmm(R, x)
         if not self.config.first_order:
@@ -178,84 +208,100 @@ class Pass:
         first, second = self.dots.flatten(1).sum(1)
         b1, b2, scale, shift = (y.sum() for y in self._split(self.dsums * self.raw))
         de = -torch.stack([first, b1, second, b2, scale, shift])
-        return dx, Weights(dW1, dW2, self.dvectors.sum((0, 1)), de, self.dwords, self.dc)
+        dvectors = self.dvectors.sum(1).sum(0)  # chunks first: empty ones at a row's end change no rounding
+        return dx, Weights(dW1, dW2, dvectors, de, self.dwords, self.dc)
 
     def _chunk_backward(self, c):
         """The gradients at h, y and u of chunk c, once those of all later chunks are there."""
-        w, passes, saved = self.w, self.passes, self.chunks[c]
-        here, before, after = self._here(c), slice(0, c * self.C), slice((c + 1) * self.C, self.L)
-        every, exact, learns = self._every(), not self.config.first_order, saved.u is not None
-        dhead = dr = second = None
+        w, passes, saved, beside = self.w, self.passes, self.chunks[c], self.beside
+        here, before = self._here(c), slice(0, c * self.C)
+        every, learns = self.room[c % 2], saved.u is not None
+        dhead = dr = second = late = None
+        beside.turn()
         if learns:
-            dr, dhead, second = self._writes_backward(c, saved, every)
+            dr, dhead, second, late = self._writes_backward(c, saved, every)
+        labels, counts = self.labels[c].flatten(), self.weights[c].flatten()
+        r = None if dhead is None else saved.head.flatten(0, 1)
         dfeatures = cross_entropy.score_backward(
-            saved.n,
-            w.words,
-            w.c,
-            self.labels[c].flatten(),
-            saved.log_sum,
-            None if dhead is None else saved.head.flatten(0, 1),
-            self.weights[c].flatten(),
-            dhead,
-            self.dwords,
-            self.dc,
+            saved.n, w.words, w.c, labels, saved.log_sum, r, counts, dhead, self.dwords, self.dc, beside
         ).view(self.B, self.C, self.E)
         dy, dh = self.DY[:, here], self.DH[:, here]
         passes.output(dfeatures, saved.norm, saved.scale, second, dy, every)
-        da = self._back(dy, c)
+        more = self._carried(dy, back=True)
+        da = torch.bmm(dy, w.W2.mT.expand(self.B, -1, -1))
         if c:
             da.baddbmm_(self._scores(self.Q, dy, self.V2, c), self.A[:, before])
-        if learns and exact:
-            da.baddbmm_(self.Q[:, after, here].mT, self.A[:, after])
-            da.baddbmm_(self.A3[:, after, here].mT, self.DU[:, after])
-        passes.hidden_backward(da, saved.r, dr, dh, every)
-        torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
+        beside.join("late")
+        beside.join("carried")
+        passes.hidden_backward(da, saved.r, dr, dh, every, more, self.kept[:, c], late)
+        with beside.fork("dvectors"):
+            torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
 
     def _writes_backward(self, c, saved, every):
         """Back through what chunk c has written, from what later chunks made of it.
 
-        Returns gradients of r, of head, and those of the norm: of its output and its deviation. None for first order,
-        where the steps alone learn.
+        Returns gradients of r, of head, and those of the norm: of its output and its deviation; and what later chunks
+        made of a. None for first order, where the steps alone learn.
         """
-        w, passes, clip = self.w, self.passes, self.config.clip
-        here, before, after = self._here(c), slice(0, c * self.C), slice((c + 1) * self.C, self.L)
-        exact, g2 = not self.config.first_order, self.G2[:, here]
-        dv1 = torch.bmm(self.A1[:, after, here].mT, self.DH[:, after])
-        dv2 = torch.bmm(self.A2[:, after, here].mT, self.DY[:, after])
-        if exact:
-            dv2.baddbmm_(self.P[:, after, here].mT, self.G2[:, after])
-        mask = self.rows.mask[:, c + 1 :, c : c + 1].mT
-        self.dsums[:, c : c + 1] = torch.bmm(mask, self.dvectors[:, c + 1 :])
-        dsums = self.dsums[:, c : c + 1] * self.steps
+        w, passes, clip, beside = self.w, self.passes, self.config.clip, self.beside
+        here, before, exact = self._here(c), slice(0, c * self.C), not self.config.first_order
+        start, stop = c - c % self.group, min(self.n, c - c % self.group + self.group)
+        with beside.fork("dsums"):
+            mask = self.rows.mask[:, c + 1 :, c : c + 1].mT
+            self.dsums[:, c : c + 1] = torch.bmm(mask, self.dvectors[:, c + 1 :])
+            dsums = self.dsums[:, c : c + 1] * self.steps
+        # What was made of a chunk after its group is made of all chunks of the group at once; the rest is added.
+        group, after = slice(start * self.C, (c + 1) * self.C), slice(stop * self.C, self.L)
+        part, inner = self._here(c - start), slice((c + 1) * self.C, stop * self.C)
+        first = c + 1 in (stop, self.n - 1)
+        of_v2 = [(self.A2, self.DY), (self.P, self.G2)] if exact else [(self.A2, self.DY)]
+        with beside.fork("dv2"):
+            self.dv2 = self._made(*of_v2, of=group, by=after) if first else self.dv2
+            dv2 = self._made(*of_v2, of=here, by=inner, out=self.dv2[:, part])
+        self.dv1 = self._made((self.A1, self.DH), of=group, by=after) if first else self.dv1
+        dv1 = self._made((self.A1, self.DH), of=here, by=inner, out=self.dv1[:, part])
         du, dots = self.DU[:, here], self.dots[:, c]
+        beside.join("dsums")
         dr = passes.first_backward(dv1, dsums[..., : self.F], saved.u, saved.r, w.e, clip, du, dots[0])
         if not exact:
             du.zero_()
-        more = self._times(du, c)
+        more = self._carried(du)
+        late = None
+        if exact:
+            of_a = (self.Q, self.A), (self.A3, self.DU)
+            with beside.fork("late"):
+                self.late = self._made(*of_a, of=group, by=after) if first else self.late
+                late = self._made(*of_a, of=here, by=inner, out=self.late[:, part])
+        used = torch.bmm(du, w.W2.expand(self.B, -1, -1))
         if c:
-            more.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, before])
+            used.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, before])
+        beside.join("dv2")
+        beside.join("carried")
         dhead, *second = passes.second_backward(
             dv2,
             dsums[..., self.F :],
-            more,
+            used,
             saved.head,
             self.share[c],
             saved.norm,
             saved.scale,
-            g2,
+            self.G2[:, here],
             w.e,
             clip,
             dots[1],
             every,
+            more,
+            self.kept[:, c],
         )
-        return (dr, dhead.flatten(0, 1), second) if exact else (None, None, None)
+        return (dr, dhead.flatten(0, 1), second, late) if exact else (None, None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:
         """The losses (B, L) of the trained weights alone, and gradients of x and of the weights, times `slow`."""
         w, rows, passes = self.w, self.rows, self.passes
         b1, b2, scale, shift = self._split(w.vectors.expand(self.B, 1, -1))
-        a, every = torch.empty_like(self.h), self._every(self.L)
-        r = passes.hidden(self.h, b1, a)
+        h, every = rows.x @ w.W1, self._every(self.L)
+        a = torch.empty_like(h)
+        r = passes.hidden(h, b1, a)
         norm, features = passes.normal(a @ w.W2, b2, scale, shift, self.config.eps)
         flat, labels = features.flatten(0, 1), rows.labels.flatten()
         log_sum, dn, dwords, dc = cross_entropy.score(
@@ -303,7 +349,7 @@ class Pass:
             part.copy_(scores)
         else:
             apart = lambda y: y.unflatten(2, (c, self.C))  # noqa: E731
-            torch.mul(apart(scores), self.rows.mask[:, c, None, :c, None], out=apart(part))
+            torch.mul(apart(scores), self.mask[:, c, None, :c, None], out=apart(part))
         return part
 
     def _split(self, vectors):
@@ -314,19 +360,22 @@ class Pass:
         """Room for the numbers of every token that are summed."""
         return self.rows.x.new_empty(self.B, length or self.C, self.F + 3 * self.E)
 
-    def _times(self, a, c):
-        """a (B, C, F) times the weights of the second layer that the window began with."""
-        y = torch.bmm(a, self.w.W2.expand(self.B, -1, -1))
-        if self.rows.S2 is None:
-            return y
-        return y.baddbmm_(a * self.kept[:, c], self.rows.S2)
+    def _made(self, *pairs, of, by, out=None):
+        """The sum of scores[by, of]^T values[by] over pairs of both; added to `out` in place where it is given."""
+        for scores, values in pairs:
+            a, b = scores[:, by, of].mT, values[:, by]
+            if out is None:
+                out = torch.bmm(a, b)
+            elif b.shape[1]:
+                out.baddbmm_(a, b)
+        return out
 
-    def _back(self, g, c):
-        """g (B, C, E) times the same, transposed."""
-        u = torch.bmm(g, self.w.W2.mT.expand(self.B, -1, -1))
+    def _carried(self, a, *, back=False):
+        """a (B, C, width) times the second layer's carried weights, or transposed, made beside; None without any."""
         if self.rows.S2 is None:
-            return u
-        return u.baddbmm_(g * self.kept[:, c], self.rows.S2.mT)
+            return None
+        with self.beside.fork("carried"):
+            return torch.bmm(a, self.rows.S2.mT if back else self.rows.S2)
 
 
 def _add(out, a, b):

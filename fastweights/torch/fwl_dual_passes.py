@@ -3,6 +3,7 @@
 Shapes are those of one chunk: (B, C, width) per token, (B, 1, width) or (width,) per row. What matrix products take is
 in their dtype, that of h and u; all else is float32 or wider. e: the six steps. `every` (B, C, F + 3 E) takes what is
 summed over tokens for both biases, scale and shift: their gradients g1, g2, dn xhat and dn, or those of the loss.
+`more` times `kept` (B, 1, 1) is added to a product's result, where another product was made beside it.
 """
 
 from typing import NamedTuple
@@ -34,9 +35,17 @@ def hidden(h: Tensor, bias: Tensor, a: Tensor) -> Tensor:
     return r
 
 
-def normal(y: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Norm, Tensor]:
+def normal(
+    y: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    more: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Norm, Tensor]:
     """The norm of y + bias, and the features."""
-    low, y = y.dtype, y + bias
+    low, y = y.dtype, _with(wide(y), more, kept) + bias
     norm = Norm(y, *torch.native_layer_norm(y, y.shape[-1:], None, None, eps))
     return norm, torch.addcmul(shift, norm.xhat, scale).to(low)
 
@@ -64,8 +73,19 @@ def write_second(
     v2.copy_(every[..., -3 * E : -2 * E] * -e[2])
 
 
-def write_first(u: Tensor, r: Tensor, e: Tensor, clip: float | None, v1: Tensor, every: Tensor) -> None:
-    """What is written for the first layer, whose gradient is g1 = 2 r u."""
+def write_first(
+    u: Tensor,
+    r: Tensor,
+    e: Tensor,
+    clip: float | None,
+    v1: Tensor,
+    every: Tensor,
+    more: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> None:
+    """What is written for the first layer, whose gradient is g1 = 2 r u; `more` is added to u itself."""
+    if more is not None:
+        u.copy_(_with(u, more, kept))
     g = _clipped((u * r).mul_(2.0), clip)
     every[..., : g.shape[-1]] = g
     v1.copy_(g * -e[0])
@@ -88,7 +108,7 @@ def first_backward(
 def second_backward(
     dv2: Tensor,
     dsums: Tensor,
-    more: Tensor,
+    used: Tensor,
     head: Tensor,
     share: Tensor,
     norm: Norm,
@@ -98,10 +118,12 @@ def second_backward(
     clip: float | None,
     dots: Tensor,
     every: Tensor,
+    more: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Back through `write_second`: gradients of head, of xhat and of the deviation; that of scale goes into `every`.
 
-    dsums: (B, 1, 3 E), gradients of the three sums times their steps;  more: what else g2 was used for.
+    dsums: (B, 1, 3 E), gradients of the three sums times their steps;  used: what else g2 was used for.
     """
     E = head.shape[-1]
     dn = wide(head) * share[..., None]
@@ -110,7 +132,7 @@ def second_backward(
     raw = g2, dn * norm.xhat, dn
     given = d2 - wide(dv2) * e[2], dgscale, dgshift
     dg2, dgscale, dgshift = (_clipped_backward(d, g, clip) for d, g in zip(given, raw, strict=True))
-    dg2 = dg2 + more
+    dg2 = dg2 + _with(used, more, kept)
     q, dq = dn * scale, norm.back(dg2)
     mean = lambda y: y.mean(-1, keepdim=True)  # noqa: E731
     dxhat = dgscale * dn - norm.rstd * (mean(q * norm.xhat) * dg2 + q * mean(norm.xhat * dg2))
@@ -134,12 +156,27 @@ def output(
     every[..., -3 * E : -2 * E], every[..., -E:] = dy, dfeatures
 
 
-def hidden_backward(da: Tensor, r: Tensor, dr: Tensor | None, dh: Tensor, every: Tensor) -> None:
-    """dh = 2 r da + [r > 0] dr."""
-    torch.mul(da, r, out=dh).mul_(2.0)
+def hidden_backward(
+    da: Tensor,
+    r: Tensor,
+    dr: Tensor | None,
+    dh: Tensor,
+    every: Tensor,
+    more: Tensor | None = None,
+    kept: Tensor | None = None,
+    late: Tensor | None = None,
+) -> None:
+    """dh = 2 r (da + late) + [r > 0] dr."""
+    da = _with(da, more, kept)
+    torch.mul(da if late is None else da + late, r, out=dh).mul_(2.0)
     if dr is not None:
         dh += dr * (r > 0)
     every[..., : dh.shape[-1]] = dh
+
+
+def _with(x, more, kept):
+    """x + more * kept, where there is more."""
+    return x if more is None else x + more * kept
 
 
 def _clipped(g, most):

@@ -18,6 +18,7 @@ from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_dual, fwl_walk, graphs
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
+from fastweights.torch.held_overlapped import Beside
 from fastweights.torch.private import has_modes, is_watched
 
 DEVICES = ("cuda", "cpu")  # where it is the faster form
@@ -169,18 +170,22 @@ class Objective(torch.autograd.Function):
 def _work(config, plain, slow, last, w, rows):
     """Value, losses, slow losses, what was learned (3), gradients of the weights (6) and of x."""
     passes = fwl_walk.Walk if rows.x.device.type in WALKED else fwl_dual.Pass
-    run = passes(config, w, rows, plain=plain)
+    run, beside = passes(config, w, rows, plain=plain), Beside(rows.x)
+    # Chunk after chunk a GPU is not full: what does not depend on the chunks is done beside them.
+    with beside.fork("slow"):
+        unlearned = run.slow() if slow else None
     loss = run.forward()
-    learned = run.learned(last)
+    with beside.fork("learned"):
+        learned = run.learned(last)
     dx, dw = run.backward()
+    beside.end()
     value = (loss * rows.weights).sum()
-    slow_loss = torch.zeros_like(loss)
-    if slow:
-        slow_loss, more, dmore = run.slow()
-        value = value + (slow_loss * rows.slow).sum()
-        dx += more
-        dw = fwl_dual.Weights(*(y + z for y, z in zip(dw, dmore, strict=True)))
-    return value, loss, slow_loss, *learned, *dw, dx
+    if unlearned is None:
+        return value, loss, torch.zeros_like(loss), *learned, *dw, dx
+    slow_loss, more, dmore = unlearned
+    value = value + (slow_loss * rows.slow).sum()
+    dw = fwl_dual.Weights(*(y + z for y, z in zip(dw, dmore, strict=True)))
+    return value, loss, slow_loss, *learned, *dw, dx.add_(more)
 
 
 def lay_out(

@@ -251,7 +251,7 @@ class Walk(fwl_dual.Pass):
         first = int(counts[0]) * self.C if len(counts) else 0
         whole, length = self.rows, self.L
         self.rows = whole._replace(x=whole.x[:, first:], labels=whole.labels[:, first:], slow=whole.slow[:, first:])
-        self.L, self.h = length - first, self.rows.x @ self.w.W1
+        self.L = length - first
         losses, dx, dw = super().slow()
         self.rows, self.L = whole, length
         before = (first, 0)

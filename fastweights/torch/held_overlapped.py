@@ -72,7 +72,7 @@ def read(
     z = x.new_empty(N * C, len(words))
     for m in range(min(2, K)):
         torch.bmm(chunks[:, m], low1, out=early[m])
-    beside = _Beside(x)
+    beside = Beside(x)
     for m in range(K):
         i, part = m % 2, slice(m * C, (m + 1) * C)
         beside.join("first", m)
@@ -106,17 +106,31 @@ def filled(tokens: Sequence[Tensor], C: int) -> list[Tensor]:
     return [torch.cat([y, y.new_zeros(len(y), missing, *y.shape[2:])], 1) for y in tokens]
 
 
-class _Beside:
-    """A second stream: what is forked starts after all that was launched so far, and ends before what joins it."""
+class Beside:
+    """A second stream: what is forked starts after all that was launched so far, and ends before what joins it.
 
-    def __init__(self, x: Tensor):
-        self.stream: Any = _second(x.device) if x.is_cuda else None
+    What it makes may be used once it was joined, and what it reads must live until then: `given` to a fork, it does
+    until the second `turn` after it.
+
+    Args:
+        x: a tensor on the device. On a CPU everything is done in order.
+        priority: -1 where the work is waited for, 0 where it gives way to a graph, whose own stream has -1.
+    """
+
+    def __init__(self, x: Tensor, priority: int = 0):
+        self.stream: Any = _second(x.device, priority) if x.is_cuda else None
         self.main: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
         self.ends: dict[Any, Any] = {}
+        self.given: tuple[list[Any], list[Any]] = [], []
+
+    def turn(self) -> None:
+        """What was given before the last turn is given up: it must have been joined."""
+        self.given = self.given[1], []
 
     @contextmanager
-    def fork(self, *name: Any) -> Iterator[None]:
+    def fork(self, *name: Any, given: tuple[Any, ...] = ()) -> Iterator[None]:
         """What is launched inside runs on the second stream."""
+        self.given[1].extend(given)
         if self.stream is None:
             yield
             return
@@ -138,6 +152,6 @@ class _Beside:
 
 
 @cache
-def _second(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of a device. Its work gives way to that of a graph, whose own stream comes first."""
-    return torch.cuda.Stream(device, priority=0)
+def _second(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """The second stream of a device that has this priority."""
+    return torch.cuda.Stream(device, priority=priority)

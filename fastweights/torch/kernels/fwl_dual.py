@@ -25,6 +25,14 @@ class Norm(NamedTuple):
 
 
 @triton.jit
+def _with(x, more, kept, kept_stride, b, at, column, mask):
+    """x + more kept, of one token of row b whose numbers are at `at`; x itself where more is None."""
+    if more is not None:
+        x += _load(more + at, column, mask) * tl.load(kept + b * kept_stride).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _hidden(h, bias, a, r, h_stride, bias_stride, a_stride, C, F, BLOCK: tl.constexpr):
     """r = relu(h + bias) and a = r^2, of BLOCK numbers of one token."""
     row = tl.program_id(0).to(tl.int64)
@@ -38,13 +46,16 @@ def _hidden(h, bias, a, r, h_stride, bias_stride, a_stride, C, F, BLOCK: tl.cons
 
 
 @triton.jit
-def _normal(y, bias, scale, shift, xhat, rstd, features, stride, C, E, eps, BLOCK: tl.constexpr):
+def _normal(
+    y, more, kept, bias, scale, shift, xhat, rstd, features, kept_stride, stride, C, E, eps, BLOCK: tl.constexpr
+):
     """The norm of one token's y + bias, and its features.  stride: of bias, scale and shift."""
     row = tl.program_id(0).to(tl.int64)
     b = row // C
     column = tl.arange(0, BLOCK)
     mask = column < E
     x = _load(y + row * E, column, mask) + _load(bias + b * stride, column, mask)
+    x = _with(x, more, kept, kept_stride, b, row * E, column, mask)
     x = tl.where(mask, x - tl.sum(x, 0) / E, 0.0)
     scaled = 1.0 / tl.sqrt(tl.sum(x * x, 0) / E + eps)
     x *= scaled
@@ -76,25 +87,29 @@ def _write_second(
 
 
 @triton.jit
-def _write_first(u, r, e, v1, every, stride, C, F, width, BLOCK: tl.constexpr):
-    """v1 and the first part of `every`, of BLOCK numbers of one token."""
+def _write_first(u, more, kept, r, e, v1, every, kept_stride, stride, C, F, width, BLOCK: tl.constexpr):
+    """v1 and the first part of `every`, of BLOCK numbers of one token; u grows by `more`."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // C, row % C
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < F
-    g = 2.0 * _load(u + row * F, column, mask) * _load(r + row * F, column, mask)
+    x = _load(u + row * F, column, mask)
+    if more is not None:
+        x = _with(x, more, kept, kept_stride, b, row * F, column, mask).to(u.dtype.element_ty).to(tl.float32)
+        _store(u + row * F, column, x, mask)
+    g = 2.0 * x * _load(r + row * F, column, mask)
     _store(v1 + b * stride + t * F, column, -g * tl.load(e).to(tl.float32), mask)
     _store(every + row * width, column, g, mask)
 
 
 @triton.jit
-def _first_backward(dv1, dsums, u, r, e, du, dr, dots, sums_stride, stride, C, F, BLOCK: tl.constexpr):
+def _first_backward(dv1, dsums, u, r, e, du, dr, dots, dv1_stride, sums_stride, stride, C, F, BLOCK: tl.constexpr):
     """du and dr of one token, and dv1 . g1."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // C, row % C
     column = tl.arange(0, BLOCK)
     mask = column < F
-    dv = _load(dv1 + row * F, column, mask)
+    dv = _load(dv1 + b * dv1_stride + t * F, column, mask)
     u_, r_ = _load(u + row * F, column, mask), _load(r + row * F, column, mask)
     dg = 2.0 * (_load(dsums + b * sums_stride, column, mask) - dv * tl.load(e).to(tl.float32))
     _store(du + b * stride + t * F, column, dg * r_, mask)
@@ -104,8 +119,8 @@ def _first_backward(dv1, dsums, u, r, e, du, dr, dots, sums_stride, stride, C, F
 
 @triton.jit
 def _second_backward(
-    dv2, dsums, more, head, share, xhat, rstd, scale, g2, e, dots, every, dhead, dxhat, dstd,
-    sums_stride, scale_stride, stride, C, E, width, BLOCK: tl.constexpr,
+    dv2, dsums, used, more, kept, head, share, xhat, rstd, scale, g2, e, dots, every, dhead, dxhat, dstd,
+    kept_stride, dv2_stride, sums_stride, scale_stride, stride, C, E, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Back through `_write_second`, of one token; the gradient of scale goes into `every`."""
     row = tl.program_id(0).to(tl.int64)
@@ -118,10 +133,11 @@ def _second_backward(
     dn = _load(head + row * E, column, mask) * part
     scaled = _load(scale + b * scale_stride, column, mask)
     g = _load(g2 + b * stride + t * E, column, mask)
-    dv = _load(dv2 + row * E, column, mask)
+    dv = _load(dv2 + b * dv2_stride + t * E, column, mask)
     dsums += b * sums_stride
     dgscale, dgshift = _load(dsums + E, column, mask), _load(dsums + 2 * E, column, mask)
-    dg = _load(dsums, column, mask) - dv * tl.load(e + 2).to(tl.float32) + _load(more + row * E, column, mask)
+    dg = _load(dsums, column, mask) - dv * tl.load(e + 2).to(tl.float32) + _load(used + row * E, column, mask)
+    dg = _with(dg, more, kept, kept_stride, b, row * E, column, mask)
     tl.store(dots + row, tl.sum(dv * g, 0))
     q = dn * scaled
     dq = tl.where(mask, _back(dg, x, inverse, E), 0.0)
@@ -160,14 +176,21 @@ def _output(
 
 
 @triton.jit
-def _hidden_backward(da, r, dr, dh, every, stride, C, F, width, SECOND: tl.constexpr, BLOCK: tl.constexpr):
-    """dh = 2 r da + [r > 0] dr, of BLOCK numbers of one token; SECOND: there is dr."""
+def _hidden_backward(
+    da, more, kept, late, r, dr, dh, every, kept_stride, late_stride, stride, C, F, width, SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dh = 2 r (da + late) + [r > 0] dr, of BLOCK numbers of one token; SECOND: there is dr."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // C, row % C
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < F
     r_ = _load(r + row * F, column, mask)
-    d = 2.0 * r_ * _load(da + row * F, column, mask)
+    d = _load(da + row * F, column, mask)
+    d = _with(d, more, kept, kept_stride, b, row * F, column, mask)
+    if late is not None:
+        d += _load(late + b * late_stride + t * F, column, mask)
+    d *= 2.0 * r_
     if SECOND:
         d += tl.where(r_ > 0, _load(dr + row * F, column, mask), 0.0)
     _store(dh + b * stride + t * F, column, d, mask)
@@ -182,11 +205,12 @@ def hidden(h, bias, a):
     return r
 
 
-def normal(y, bias, scale, shift, eps):
+def normal(y, bias, scale, shift, eps, more=None, kept=None):
     """As fwl_dual_passes.normal."""
     B, C, E = y.shape
     xhat, features, rstd = torch.empty_like(y), torch.empty_like(y), _row(y)
-    _normal[(B * C,)](y, bias, scale, shift, xhat, rstd, features, bias.stride(0), C, E, eps, **_wide(E))
+    _normal[(B * C,)](y, more, kept, bias, scale, shift, xhat, rstd, features, _stride(kept), bias.stride(0), C, E, eps,
+                      **_wide(E))  # fmt: skip
     return Norm(xhat, rstd), features
 
 
@@ -197,27 +221,30 @@ def write_second(head, share, norm, scale, e, clip, g2, v2, every):
                             every.shape[-1], **_wide(E))  # fmt: skip
 
 
-def write_first(u, r, e, clip, v1, every):
+def write_first(u, r, e, clip, v1, every, more=None, kept=None):
     """As fwl_dual_passes.write_first."""
     _, C, F = u.shape
-    _write_first[_blocks(u)](u, r, e, v1, every, v1.stride(0), C, F, every.shape[-1], BLOCK=BLOCK)
+    _write_first[_blocks(u)](u, more, kept, r, e, v1, every, _stride(kept), v1.stride(0), C, F, every.shape[-1],
+                             BLOCK=BLOCK)  # fmt: skip
 
 
 def first_backward(dv1, dsums, u, r, e, clip, du, dots):
     """As fwl_dual_passes.first_backward."""
     B, C, F = u.shape
     dr = torch.empty_like(u)
-    _first_backward[(B * C,)](dv1, dsums, u, r, e, du, dr, dots, dsums.stride(0), du.stride(0), C, F, **_wide(F))
+    _first_backward[(B * C,)](
+        dv1, dsums, u, r, e, du, dr, dots, dv1.stride(0), dsums.stride(0), du.stride(0), C, F, **_wide(F)
+    )
     return dr
 
 
-def second_backward(dv2, dsums, more, head, share, norm, scale, g2, e, clip, dots, every):
+def second_backward(dv2, dsums, used, head, share, norm, scale, g2, e, clip, dots, every, more=None, kept=None):
     """As fwl_dual_passes.second_backward."""
     B, C, E = head.shape
     dhead, dxhat, dstd = torch.empty_like(head), torch.empty_like(head), _row(head)
     _second_backward[(B * C,)](
-        dv2, dsums, more, head, share, *norm, scale, g2, e, dots, every, dhead, dxhat, dstd, dsums.stride(0),
-        scale.stride(0), g2.stride(0), C, E, every.shape[-1], **_wide(E),
+        dv2, dsums, used, more, kept, head, share, *norm, scale, g2, e, dots, every, dhead, dxhat, dstd,
+        _stride(kept), dv2.stride(0), dsums.stride(0), scale.stride(0), g2.stride(0), C, E, every.shape[-1], **_wide(E),
     )  # fmt: skip
     return dhead, dxhat, dstd
 
@@ -230,11 +257,17 @@ def output(dfeatures, norm, scale, second, dy, every):
                       every.shape[-1], SECOND=second is not None, **_wide(E))  # fmt: skip
 
 
-def hidden_backward(da, r, dr, dh, every):
+def hidden_backward(da, r, dr, dh, every, more=None, kept=None, late=None):
     """As fwl_dual_passes.hidden_backward."""
     _, C, F = r.shape
-    _hidden_backward[_blocks(r)](da, r, r if dr is None else dr, dh, every, dh.stride(0), C, F, every.shape[-1],
-                                 SECOND=dr is not None, BLOCK=BLOCK)  # fmt: skip
+    _hidden_backward[_blocks(r)](da, more, kept, late, r, r if dr is None else dr, dh, every, _stride(kept),
+                                 _stride(late), dh.stride(0), C, F, every.shape[-1], SECOND=dr is not None,
+                                 BLOCK=BLOCK)  # fmt: skip
+
+
+def _stride(x):
+    """From row to row of the batch; 0 where there is nothing."""
+    return 0 if x is None else x.stride(0)
 
 
 def _row(y):
