@@ -28,7 +28,7 @@ LAYERS = {
     "sum of raw keys": dict(rule="sum", features="identity", norm="none", gate="sigmoid", value_dim=24),
     "elu": dict(features="elu+1", norm="sum", out_norm=False, key_dim=20),
     "retnet": dict(rule="sum", decay="retnet", norm="none", features="identity", gate=True),
-    "relu": dict(rule="sum", features="relu", norm="l2", beta=True, decay="learned", conv=2),
+    "relu": dict(rule="sum", features="relu", norm="l2", beta=True, decay="learned", conv=2, value_dim=24),
 }
 
 
