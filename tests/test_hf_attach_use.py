@@ -8,7 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_hf_attach import MODELS, D, V, attach_strong, make, random_tokens
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, Trainer, TrainingArguments
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from fastweights.core import FastWeightError
 from fastweights.hf import (
@@ -165,6 +173,10 @@ def test_mistakes_are_told(tmp_path):
         attach(model, 8, step_size=-1.0)
     with pytest.raises(FastWeightError, match="cache is a int; expected a NeuralCache, True or False"):
         attach(model, 8, cache=2048)
+    with pytest.raises(FastWeightError, match="where names the output embedding; expected layers below it"):
+        attach(model, 8, where=["lm_head.weight"])
+    with pytest.raises(FastWeightError, match="is a T5ForConditionalGeneration, with an encoder; expected a causal"):
+        attach(T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=D, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
     attach(model, 8)
     with pytest.raises(FastWeightError, match="a head is attached already"):
         attach(model, 8)

@@ -76,6 +76,11 @@ def attach(
     """
     if hasattr(model, NAME):
         raise FastWeightError("a head is attached already; expected detach(model) first")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise FastWeightError(
+            f"the model is a {type(model).__name__}, with an encoder; expected a causal language model, which predicts "
+            "the tokens that it reads"
+        )
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     output = find()
     weight = getattr(output, "weight", None)
@@ -98,6 +103,9 @@ def attach(
             raise FastWeightError(f"every is {every!r}; expected a whole number of forward passes, 1 or more")
         names = down_projections(model, where) if isinstance(where, str) and where in THIRDS else where
         body = FastBody(model, (names,) if isinstance(names, str) else tuple(names), body_step, every)
+        if output in body.modules:
+            body.remove()
+            raise FastWeightError("where names the output embedding; expected layers below it: the head answers there")
     trained = [p for p in model.parameters() if p.requires_grad] if freeze else []
     for p in trained:
         p.requires_grad_(False)
