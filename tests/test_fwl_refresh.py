@@ -241,6 +241,9 @@ def test_losses_alone_are_read_in_groups_of_chunks(monkeypatch):
     assert_close(numpy(got.loss), numpy(want.loss))
     assert got.logits is None
     assert got.slow_loss is None
+    with torch.no_grad():
+        none = block.run(x[:, :0], labels[:, :0], weights[:, :0], got.state, logits=False, slow=False)
+    assert none.loss.shape == (2, 0)
     for name, a, b in zip(RefreshState._fields, got.state, want.state, strict=True):
         assert_close(numpy(a), numpy(b), name=name)
 
