@@ -176,7 +176,7 @@ def test_mistakes_are_told(tmp_path):
     with pytest.raises(FastWeightError, match="where names the output embedding; expected layers below it"):
         attach(model, 8, where=["lm_head.weight"])
     with pytest.raises(FastWeightError, match="is a T5ForConditionalGeneration, with an encoder; expected a causal"):
-        attach(T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=D, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
+        attach(T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=D, d_kv=8, num_layers=1, num_heads=2)))
     attach(model, 8)
     with pytest.raises(FastWeightError, match="a head is attached already"):
         attach(model, 8)
