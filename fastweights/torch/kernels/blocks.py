@@ -12,7 +12,7 @@ import torch
 # multiprocessors, for 16-bit numbers by the TMA unit.
 WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 2), (128, False): (64, 4, 3)}
 REVERSE = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 2), (128, False): (64, 4, 3)}
-WITH_DECAY = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 3), (128, False): (64, 4, 3)}
+WITH_DECAY = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (64, 4, 3)}
 # (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}

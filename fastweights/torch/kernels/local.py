@@ -62,14 +62,18 @@ def _errors(k, v, X, S, dy, b, g, at, token, head, left, first, db,
 
 
 @triton.jit
-def _between(P, C: tl.constexpr, AT: tl.constexpr):
+def _between(P, C: tl.constexpr, AT: tl.constexpr, EXACT: tl.constexpr):
     """For each token t, the sum of P_ij over writes j < t and reads i >= t (i > t unless AT): what decays at t.
 
-    Summed as it stands. The difference of two running sums of rows and columns would be shorter, and cancel.
+    Summed as it stands. The difference of two running sums of rows and columns would be shorter, and cancel. EXACT: in
+    float32; else by a product that rounds to TF32, which has more digits than 16-bit numbers.
     """
     i = tl.arange(0, C)
     # Row i, column t: the sum of what i reads of writes before t.
-    until = tl.cumsum(P, 1) - P  # [i, t]
+    if EXACT:  # noqa: SIM108 - Triton compiles one of the two
+        until = tl.cumsum(P, 1) - P  # [i, t]
+    else:
+        until = product(P, tl.where(i[:, None] < i[None, :], 1.0, 0.0), None, "tf32")
     later = i[:, None] >= i[None, :] if AT else i[:, None] > i[None, :]
     return tl.sum(tl.where(later, until, 0.0), 0)
 
@@ -94,6 +98,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     dtype = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
     HALF: tl.constexpr = dtype == tl.float16  # whose range is too small to divide by beta
     i = tl.arange(0, C)
     dA_i = tl.zeros([C, C], tl.float32)
@@ -106,7 +111,17 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
     if DECAY:
         log_g_i = tl.load(log_g + at * C + i)
         g = decay(log_g_i)
+    to = at * C * C + i[:, None] * C + i[None, :]
+    # What is known is read before anything is computed, so that one wait is for all of it.
+    if A is not None:
+        A_i = tl.load(A + to)
+    if DELTA and ((BETA and HALF and not KNOWN) or DECAY):
+        L = tl.zeros([C, C], tl.float32)
+        for first_d in range(0, K, BK):
+            k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
+            L = product(k_d, tl.trans(k_d), L, PRECISION)
     for first in range(0, V, BV):
+        do_i = load_tile(do, token, head, first, left, H, V, C, BV)
         if KNOWN:
             u_i = load_tile(u, token, head, first, left, H, V, C, BV)
             dv_i = load_tile(dv, token, head, first, left, H, V, C, BV)
@@ -117,17 +132,16 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
         # How the loss changes with what key i reads of the error of token j, and with what query i reads of it
         if DELTA:
             R_i = product(dv_i, tl.trans(u_i), R_i, PRECISION)
-        dA_i = product(load_tile(do, token, head, first, left, H, V, C, BV), tl.trans(u_i), dA_i, PRECISION)
+        dA_i = product(do_i, tl.trans(u_i), dA_i, PRECISION)
     # Queries see errors up to their own token, or up to the one before; keys those before alone.
     seen = i[:, None] > i[None, :] if BEFORE else i[:, None] >= i[None, :]
     below = i[:, None] > i[None, :]
-    to = at * C * C + i[:, None] * C + i[None, :]
     rate = (token + i) * H + head
     if BETA and KNOWN:  # u and dv hold the rate as a factor
         db = tl.sum(tl.where(i[:, None] == i[None, :], R_i, 0.0), 1) / b / b
     if DECAY:
         log_r = read_decay(log_g + at * C, i, BEFORE)
-        between = decay(tl.where(seen, log_r[:, None] - log_g_i[None, :], 0.0))
+        between = decay(tl.where(below, log_r[:, None] - log_g_i[None, :], 0.0))  # a query's own token does not decay
         # Every product of a read and a write carries the decay of all tokens between the two.
         if A is None:
             A_i = tl.zeros([C, C], tl.float32)
@@ -135,8 +149,6 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
                 k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
                 A_i = product(load_tile(q, token, head, first_d, left, H, K, C, BK), tl.trans(k_d), A_i, PRECISION)
             A_i *= between
-        else:
-            A_i = tl.load(A + to).to(tl.float32)
         carried = tl.where(seen, dA_i * A_i, 0.0)
         dA_i *= between
     tl.store(dA + to, tl.where(seen, dA_i, 0.0).to(dtype))
@@ -144,22 +156,17 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
         R_i = tl.where(below, R_i, 0.0)
         if DECAY:
             R_i *= decay(tl.where(below, log_g_i[:, None] - log_g_i[None, :], 0.0))
-        if (BETA and HALF and not KNOWN) or DECAY:
-            L = tl.zeros([C, C], tl.float32)
-            for first_d in range(0, K, BK):
-                k_d = load_tile(k, token, head, first_d, left, H, K, C, BK)
-                L = product(k_d, tl.trans(k_d), L, PRECISION)
         if BETA and HALF and not KNOWN:
             db -= tl.sum(R_i * L, 1)
         if BETA and not KNOWN:
             R_i *= b[:, None]
         if DECAY and BEFORE:
-            sums = _between(carried, C, False) - _between(R_i * L, C, True)
+            sums = _between(carried, C, False, EXACT) - _between(R_i * L, C, True, EXACT)
         elif DECAY:
-            sums = _between(carried - R_i * L, C, True)
+            sums = _between(carried - R_i * L, C, True, EXACT)
         tl.store(R + to, (R_i + tl.trans(R_i)).to(dtype))
     elif DECAY:
-        sums = _between(carried, C, not BEFORE)
+        sums = _between(carried, C, not BEFORE, EXACT)
     if DECAY:
         tl.store(within + at * C + i, sums)
     if BETA:
@@ -202,17 +209,26 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
         dq_i = tl.zeros([BK, C], tl.float32)
         dk_i = tl.zeros([BK, C], tl.float32)  # of a key, as it writes,
         dm_i = tl.zeros([BK, C], tl.float32)  # and as it reads what it will correct, with its sign turned
+        # All that is read comes first, so that one wait is for all of it.
+        k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))  # [BK, C]
+        q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
+        dA_i = load_block(dA, at, 0, 0, C, C, C, C)  # [C, C], a row for each reader
+        if DELTA:
+            R_i = load_block(R, at, 0, 0, C, C, C, C)
         for first in range(0, V, BV):
             S_i = tl.trans(load_block(S, at, first, first_d, V, K, BV, BK))  # [BK, BV]
-            dq_i = product(S_i, tl.trans(load_tile(do, token, head, first, left, H, V, C, BV)), dq_i, PRECISION)
-            if DELTA:
-                dm_i = product(S_i, tl.trans(load_tile(dv, token, head, first, left, H, V, C, BV)), dm_i, PRECISION)
             D_i = tl.trans(load_block(D, at, first, first_d, V, K, BV, BK))
-            dk_i = product(D_i, tl.trans(load_tile(u, token, head, first, left, H, V, C, BV)), dk_i, PRECISION)
+            do_i = tl.trans(load_tile(do, token, head, first, left, H, V, C, BV))  # [BV, C]
+            u_i = tl.trans(load_tile(u, token, head, first, left, H, V, C, BV))
+            if DELTA:
+                dv_i = tl.trans(load_tile(dv, token, head, first, left, H, V, C, BV))
             if DECAY:
                 kept += tl.sum(D_i.to(tl.float32) * S_i, 1)
+            dq_i = product(S_i, do_i, dq_i, PRECISION)
+            dk_i = product(D_i, u_i, dk_i, PRECISION)
+            if DELTA:
+                dm_i = product(S_i, dv_i, dm_i, PRECISION)
         # So far dq_i, dk_i and dm_i hold what goes through the memory; what stays within the chunk is added below.
-        k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))  # [BK, C]
         if DECAY:
             dq_i *= decay(log_r)[None, :]
             dk_i *= decay(log_end - log_g_i)[None, :]
@@ -220,15 +236,13 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
         if DECAY and DELTA:
             dm_i *= decay(log_g_i)[None, :]
             reads -= tl.sum(k_i * dm_i, 0)
-        q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
         if DECAY:
             queries += tl.sum(q_i * dq_i, 0)
-        dA_i = load_block(dA, at, 0, 0, C, C, C, C)  # [C, C], a row for each reader
         dq_i = product(k_i, tl.trans(dA_i), dq_i, PRECISION)
         store_tile(dq, tl.trans(dq_i), token, head, first_d, left, H, K, C, BK)
         dk_i = product(q_i, dA_i, dk_i, PRECISION)
         if DELTA:
-            dk_i -= product(k_i, load_block(R, at, 0, 0, C, C, C, C), dm_i, PRECISION)
+            dk_i -= product(k_i, R_i, dm_i, PRECISION)
         store_tile(dk, tl.trans(dk_i), token, head, first_d, left, H, K, C, BK)
     if DECAY:
         # Through the memory: what it keeps of before the chunk, what earlier tokens wrote, and what later ones read.
