@@ -311,26 +311,32 @@ def run(job):
     return bool(bad)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
-    parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
-    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes side by side")
-    asked = parser.parse_args()
-    began, calls = time.perf_counter(), list(planned())
+def chosen(few):
+    """The checks to run, the longest first; `few`: those of `quick`."""
+    calls = list(planned())
     some, costs = [job for job, *_ in calls], [cost for *_, cost in calls]
-    if asked.quick:
+    if few:
         some, number = quick(calls)
         costs = [next(cost for job, _, cost in calls if job is one) for one in some]
         print(f"{len(some)} of {len(calls)} cases take all {number} branches", flush=True)
-    some = [job for _, job in sorted(zip(costs, some, strict=True), key=lambda x: -x[0])]
-    some += [
+    return [job for _, job in sorted(zip(costs, some, strict=True), key=lambda x: -x[0])] + [
         (repeats, dict(B=4, T=1000, H=4, K=128, V=128)),
         (repeats, dict(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)),
         (repeats, dict(B=4, T=1000, H=4, K=128, V=128, decay="channel", erase=True)),
         (replays, dict(B=2, T=256, K=128, V=128)),
         (replays, dict(B=2, T=256, K=128, V=128, decay="channel")),
     ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
+    parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes side by side")
+    asked = parser.parse_args()
+    began = time.perf_counter()
     with get_context("spawn").Pool(asked.jobs) as pool:  # fresh processes: CUDA cannot be forked
+        some = chosen(asked.quick)  # while the processes start
+        print(f"chosen after {time.perf_counter() - began:.0f} s", flush=True)
         failures = sum(pool.imap_unordered(run, some))
     took = f"{time.perf_counter() - began:.0f} s"
     held = f"all {len(some)} held, 1000 runs are bit-identical, a CUDA graph replays them"
