@@ -19,7 +19,7 @@ FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8,
 # Gradients within rows, by whether numbers are float32: (keys, warps, stages) of `_pairs` and, by the width of keys, of
 # `_keys`, whose tiles have as many rows as there are keys: 64 for every four warps.
 PAIRS = {False: (128, 4, 1), True: (64, 4, 1)}
-KEYS = {(False, 64): (64, 4, 1), (False, 128): (128, 8, 1), (True, 64): (64, 4, 1), (True, 128): (64, 4, 1)}
+KEYS = {(False, 64): (64, 4, 1), (False, 128): (64, 4, 1), (True, 64): (64, 4, 1), (True, 128): (64, 4, 1)}
 # (warps, stages), by the width of a block of keys.
 INVERSE = {64: (4, 1), 128: (4, 1)}
 # The same for general memories, whose chunks are larger.

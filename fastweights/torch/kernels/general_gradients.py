@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fastweights.torch.kernels import blocks, halfway
 from fastweights.torch.kernels.general import LIMIT, kind_of_decay, precisions, sums
+from fastweights.torch.kernels.local import join
 from fastweights.torch.kernels.pairs import (
     add_up,
     between,
@@ -264,7 +265,7 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
     kind, packed = kind_of_decay(x), layout.of_row is not None
     BK, BV, warps, stages = blocks.general_gradients(k, V)
     parts = -(-K // BK)
-    part = lambda y: plan.empty((parts, *y.shape), y.dtype if parts == 1 else torch.float32)  # noqa: E731
+    part = lambda y: plan.empty((parts, *y.shape), torch.float32)  # noqa: E731
     dq, dk, derase = (None if y is None else plan.empty(y.shape, y.dtype) for y in (q, k, x.erase))
     dbeta = None if x.beta is None else part(x.beta)
     dlog_decay = (
@@ -288,16 +289,5 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
             plan, _gradients, (parts, layout.rows * H), (*given, sums(plan, x), *rest, *written),
             (H, K, V, C, BK, BV, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs),
             num_warps=warps, num_stages=stages)  # fmt: skip
-    dbeta = _joined(plan, dbeta, x.beta)
-    return dq, dk, dbeta, dlog_decay if kind == 2 else _joined(plan, dlog_decay, x.log_decay), derase
-
-
-def _joined(plan, parts, like):
-    """The sum of what blocks of keys gave, in the shape and dtype of `like`.
-
-    Programs that share a head write parts of their own and no program adds to another's: the same result every time.
-    """
-    if parts is None:
-        return None
-    join = (lambda x: x[0]) if parts.shape[0] == 1 else (lambda x: x.sum(0).to(like.dtype))
-    return plan.compute(join, (parts,), like.shape, like.dtype)
+    dbeta = join(plan, dbeta, x.beta)
+    return dq, dk, dbeta, dlog_decay if kind == 2 else join(plan, dlog_decay, x.log_decay), derase
