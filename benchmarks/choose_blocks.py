@@ -92,7 +92,7 @@ def main():
     for (width, many), shape in SHAPES.items():
         for name, (table, make) in stages(width, *shape).items():
             # True also stands for the delta rule, of spans; False for numbers that are not float32, of KEYS
-            key = next(key for key in (width, (False, width), (width, many)) if key in table)
+            key = next(key for key in (width, False, (width, many)) if key in table)
             if not many and not any(table is x for x in (blocks.WALK, blocks.REVERSE)):  # rows, spans: measured once
                 continue
             kept, want, times = table[key], first(make()()), {}

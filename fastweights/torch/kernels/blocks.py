@@ -10,16 +10,16 @@ import torch
 
 # Walks: (values, warps, stages) by the width of a block of keys and whether there are more programs of 64 values than
 # multiprocessors, for 16-bit numbers by the TMA unit.
-WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 2), (128, False): (64, 4, 3)}
-REVERSE = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (64, 4, 2), (128, False): (64, 4, 3)}
-WITH_DECAY = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (64, 4, 3)}
+WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
+REVERSE = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
+WITH_DECAY = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
 # (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}
-# Gradients within rows, by whether numbers are float32: (keys, warps, stages) of `_pairs` and, by the width of keys, of
-# `_keys`, whose tiles have as many rows as there are keys: 64 for every four warps.
-PAIRS = {False: (128, 4, 1), True: (64, 4, 1)}
-KEYS = {(False, 64): (64, 4, 1), (False, 128): (64, 4, 1), (True, 64): (64, 4, 1), (True, 128): (64, 4, 1)}
+# Gradients within rows, by whether numbers are float32: (keys, values, warps, stages) of `_pairs` and of `_keys`, which
+# is faster with small blocks: what they leave of the shared memory is the cache that loads go through.
+PAIRS = {False: (128, 128, 4, 1), True: (64, 64, 4, 1)}
+KEYS = {False: (64, 64, 4, 1), True: (64, 64, 4, 1)}
 # (warps, stages), by the width of a block of keys.
 INVERSE = {64: (4, 1), 128: (4, 1)}
 # The same for general memories, whose chunks are larger.
@@ -99,10 +99,10 @@ def uses_tma(layout, q, BK, V, BV):
 
 
 def local(q, V):
-    """(BV, then (BK, warps, stages) of `_pairs` and of `_keys`) of the gradients within a row."""
-    exact = q.dtype == torch.float32
-    BV = 64 if V <= 64 or exact else 128
-    return BV, PAIRS[exact], KEYS[exact, min(128, block(q.shape[-1]))]
+    """(BK, BV, warps, stages) of `_pairs` and of `_keys`, the gradients within a row."""
+    return tuple(
+        (BK, min(BV, block(V)), *rest) for BK, BV, *rest in (x[q.dtype == torch.float32] for x in (PAIRS, KEYS))
+    )
 
 
 def inverse(k):

@@ -140,10 +140,8 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))
     q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
     pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
-    w_i = k_i
     if beta is not None:
         b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
-        w_i = k_i * b[None, :]
     if DELTA:
         pairs_of_keys = load_block(dM, at, 0, 0, C, C, C, C)
         e_i = k_i
@@ -168,7 +166,10 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
             dm = product(tl.trans(S_i), of_keys, dm, PRECISION)
     to_key, to_query, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
     to_half = tl.exp(half)[:, None]
-    written = short(w_i / to_key, low, PRECISION)
+    written = k_i / to_key
+    if beta is not None:
+        written *= b[None, :]
+    written = short(written, low, PRECISION)
     # All that is written, and what is kept of before, decays at the first token.
     dw *= to_half
     there = kept * tl.exp(2.0 * half) + tl.sum(written * dw, 1)

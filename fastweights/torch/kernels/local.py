@@ -196,12 +196,6 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     i = tl.arange(0, C)
-    # All that is read comes first, so that one wait is for all of it.
-    k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
-    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
-    dA_i = load_block(dA, at, 0, 0, C, C, C, C)  # a row for each reader
-    if DELTA:
-        R_i = load_block(R, at, 0, 0, C, C, C, C)
     kept = 0.0  # what the memory keeps, times its gradient
     dq_i = tl.zeros([C, BK], tl.float32)
     dk_i = tl.zeros([C, BK], tl.float32)  # of a key, as it writes,
@@ -220,6 +214,11 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
         if DELTA:
             dm_i = product(dv_i, S_i, dm_i, PRECISION)
     # So far dq_i, dk_i and dm_i hold what goes through the memory; what stays within the chunk is added below.
+    k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
+    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
+    dA_i = load_block(dA, at, 0, 0, C, C, C, C)  # a row for each reader
+    if DELTA:
+        R_i = load_block(R, at, 0, 0, C, C, C, C)
     if DECAY:
         log_g_i = tl.load(log_g + at * C + i)
         log_end = tl.load(log_g + at * C + C - 1)
@@ -286,7 +285,7 @@ def local(plan, x, beta_rows, log_g, X, A, S, D, do, dy, u, layout, spec, precis
     q, k, v = x.q, x.k, x.v
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
     dq, dk = plan.empty(q.shape, q.dtype), plan.empty(k.shape, k.dtype)
-    BV, (BK, warps, stages), (BK_keys, warps_keys, stages_keys) = blocks.local(q, V)
+    (BK, BV, warps, stages), (BK_keys, BV_keys, warps_keys, stages_keys) = blocks.local(q, V)
     blocks_of_keys = -(-K // BK_keys)
     dbeta = None if x.beta is None else plan.empty(x.beta.shape, x.beta.dtype)
     decays = None if log_g is None else plan.empty((blocks_of_keys, *x.log_decay.shape), torch.float32)
@@ -308,6 +307,6 @@ def local(plan, x, beta_rows, log_g, X, A, S, D, do, dy, u, layout, spec, precis
     layout.launch(
         plan, _keys, (blocks_of_keys, layout.rows * H),
         (q, k, log_g, S, D, do, dy, u, dA, R, dq, dk, decays, within),
-        (H, K, V, C, BK_keys, BV, *switches, log_g is not None, packed, precision),
+        (H, K, V, C, BK_keys, BV_keys, *switches, log_g is not None, packed, precision),
         num_warps=warps_keys, num_stages=stages_keys)  # fmt: skip
     return dq, dk, dy, dbeta, join(plan, decays, x.log_decay)
