@@ -46,7 +46,7 @@ def stages(width, B, T, H):
     v, do = draw(2, B, T, H, width).bfloat16()
     beta, state = draw(B, T, H).sigmoid().bfloat16(), draw(B, H, width, width)
     layout, by_row = (tiles.Layout.plain(B, T, every) for every in (blocks.SPAN, 1))
-    (rates,) = planned(lambda p, beta, k: tiles.rates(p, beta, None, layout, k)[0], beta, k)()
+    (rates,) = planned(lambda p, beta, k: tiles.rates(p, beta, None, layout, DELTA, k)[0], beta, k)()
     invert = lambda p, k, b: inverse.inverse(p, None, k, b, None, layout, DELTA, "tf32")  # noqa: E731
     X, _ = planned(invert, k, rates)()
 

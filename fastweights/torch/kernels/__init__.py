@@ -211,9 +211,9 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
         shapes = general.shapes(inputs, spec, x.k.shape[-1], where.room) if save else []
         saved = [_shaped(plan, slot, shape) for slot, (shape, _) in zip(saved, shapes, strict=True)]
         return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
-    beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
-    X, A = inverse.inverse(plan, x.q, x.k, beta, log_g, where, spec, precision)
-    walk, B = (x.q, x.k, x.v, beta, log_g, X, A), inputs.q.shape[0]
+    beta, decays = tiles.rates(plan, x.beta, x.log_decay, where, spec, x.k)
+    X, A = inverse.inverse(plan, x.q, x.k, beta, decays, where, spec, precision)
+    walk, B = (x.q, x.k, x.v, beta, decays, X, A), inputs.q.shape[0]
     start = x.state
     # Long sequences of few heads: sections walk side by side once the memory before each is known.
     if n > 1:
@@ -285,13 +285,13 @@ def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: lis
 def _backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
     """`general_plan.add_backward` for one decay per head, or none, and no erase key."""
     B, saved = inputs.q.shape[0], iter(saved)
-    beta, log_g = tiles.rates(plan, x.beta, x.log_decay, where, x.k)
+    beta, decays = tiles.rates(plan, x.beta, x.log_decay, where, spec, x.k)
     X = next(saved) if spec.delta else None
-    A = next(saved) if log_g is not None and not blocks.wide(x.k) else None
+    A = next(saved) if decays is not None and not blocks.wide(x.k) else None
     S, u = next(saved), sequence_parallel.cut(n, next(saved, None))
     if not spec.delta and x.beta is None:
         u = x.v  # what is written are the values themselves
-    walk, rated = (x.q, x.k, beta, log_g, X, A, do), u is not None
+    walk, rated = (x.q, x.k, beta, decays, X, A, do), u is not None
     if n > 1:
         end = sequence_parallel.after_each(plan, B, *walk, end, where, spec, precision)
     dy, dstate, D = backward_kernels.reverse(plan, *walk, end, where, spec, precision, save=True, rated=rated)
@@ -301,7 +301,7 @@ def _backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
         dk = spans.future(plan, x.q, x.k, D, do, u, dy, dk, where, spec, precision)
         grads = [dq, dk, dy, dbeta, None]
     else:
-        grads = list(local.local(plan, x, beta, log_g, X, A, S, D, do, dy, u, where, spec, precision))
+        grads = list(local.local(plan, x, beta, decays, X, A, S, D, do, dy, u, where, spec, precision))
     return [*grads, None], dstate  # none of the erase key
 
 

@@ -7,13 +7,11 @@ import triton.language as tl
 from fastweights.torch.kernels import blocks, wide_keys
 from fastweights.torch.kernels.tiles import (
     C,
-    decay,
     describe,
     find_sequence,
     load_block,
     load_tile,
     product,
-    read_decay,
     solve,
     store_block,
     store_tile,
@@ -21,7 +19,7 @@ from fastweights.torch.kernels.tiles import (
 
 
 @triton.jit
-def _reverse(q, k, beta, log_g, X, A, do, D1, dy, D_saved, D0, of_sequence, of_row, T, per, tokens,
+def _reverse(q, k, beta, factors, X, A, do, D1, dy, D_saved, D0, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, RATED: tl.constexpr,
@@ -39,7 +37,8 @@ def _reverse(q, k, beta, log_g, X, A, do, D1, dy, D_saved, D0, of_sequence, of_r
     the gradient of the state before the first token.
 
         q, k, do    (tokens, H, K), (tokens, H, K), (tokens, H, V): queries, keys, gradient of the outputs
-        beta, log_g (rows, H, C), X (rows, H, C, C): rates and inverses of the chunks
+        beta, factors (rows, H, C), (rows, H, 3, C): rates of the chunks, and decays as in `tiles.Decays`
+        X           (rows, H, C, C): inverses
         A           (rows, H, C, C): what queries read of each error, with decay; None: computed here, without
         D1          (sequences, H, K, V): gradient of the state after the last token, or None
         dy          (tokens, H, V), written: gradient of the values before the solve
@@ -91,12 +90,10 @@ def _reverse(q, k, beta, log_g, X, A, do, D1, dy, D_saved, D0, of_sequence, of_r
         du = product(D_low, tl.trans(k_i), None, PRECISION)  # [BV, C]
         do_r = do_i
         if DECAY:
-            log_g_i = tl.load(log_g + at * C + i)
-            log_end = tl.load(log_g + at * C + C - 1)
-            log_r = read_decay(log_g + at * C, i, BEFORE)
-            du *= decay(log_end - log_g_i)[None, :]
-            do_r = (do_i * decay(log_r)[None, :]).to(dtype)
-            D *= decay(log_end)
+            g, g_end = tl.load(factors + at * 3 * C + i), tl.load(factors + at * 3 * C + C - 1)
+            du *= tl.load(factors + at * 3 * C + 2 * C + i)[None, :]
+            do_r = (do_i * tl.load(factors + at * 3 * C + C + i)[None, :]).to(dtype)
+            D *= g_end
         du = product(do_i, A_i, du, PRECISION)
         D = product(do_r, q_i, D, PRECISION)
         if DELTA:
@@ -109,20 +106,20 @@ def _reverse(q, k, beta, log_g, X, A, do, D1, dy, D_saved, D0, of_sequence, of_r
             if RATED:  # what follows wants dy with its rate, which is dv
                 du = -z
             if DECAY:
-                z *= decay(log_g_i)[None, :]
+                z *= g[None, :]
             D = product(z.to(dtype), k_i, D, PRECISION)
         if OUT:
             store_tile(dy, tl.trans(du), token, head, column, left, H, V, C, BV, TMA)
     tl.store(D0 + (n * H + head) * K * V + at_D, D, mask=in_D)
 
 
-def reverse(plan, q, k, beta, log_g, X, A, do, dstate, layout, spec, precision, *, out=True, save=False, rated=True):
+def reverse(plan, q, k, beta, decays, X, A, do, dstate, layout, spec, precision, *, out=True, save=False, rated=True):
     """Plan the reverse walk: slots of dy, of the gradient of the state before the first token, and of D; None if
     unasked.
 
     Args:
         plan: to add the launch to.
-        q, k, beta, log_g, X, A, do: slots; rates, inverses and what queries read laid out by chunks.
+        q, k, beta, decays, X, A, do: slots; rates, inverses and what queries read laid out by chunks.
         dstate: slot of the gradient of the state after the last token, zero when None.
         layout, spec, precision: where tokens are, what is computed, and how products are made.
         out: whether dy is wanted.
@@ -130,6 +127,7 @@ def reverse(plan, q, k, beta, log_g, X, A, do, dstate, layout, spec, precision, 
         rated: dy with its rate, which is dv.
     """
     H, K, V = q.shape[2], q.shape[3], do.shape[3]
+    log_g, factors = decays or (None, None)
     dy = plan.empty(do.shape, do.dtype) if out else None
     save = layout.every if save else 0
     D = plan.empty((layout.span_room, H, V, K), do.dtype) if save else None
@@ -137,7 +135,7 @@ def reverse(plan, q, k, beta, log_g, X, A, do, dstate, layout, spec, precision, 
     shape = (layout.sequences, H, K, V)
     # Wide keys are walked on the state itself, which must start as the gradient that was given.
     before = wide_keys.working_memory(plan, dstate, shape) if BK else plan.empty(shape, torch.float32)
-    switches = (spec.delta, spec.before, beta is not None, log_g is not None, layout.of_row is not None, out, save,
+    switches = (spec.delta, spec.before, beta is not None, decays is not None, layout.of_row is not None, out, save,
                 precision)  # fmt: skip
     if not before.numel():
         return dy, before, D
@@ -146,8 +144,8 @@ def reverse(plan, q, k, beta, log_g, X, A, do, dstate, layout, spec, precision, 
             plan, wide_keys.reverse, (-(-V // 64), layout.sequences * H), (q, k, beta, log_g, X, do, dy, before, D),
             (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
     else:
-        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.REVERSE if log_g is None else blocks.WITH_DECAY)
+        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.REVERSE if decays is None else blocks.WITH_DECAY)
         layout.launch(
-            plan, _reverse, (-(-V // BV), layout.sequences * H), (q, k, beta, log_g, X, A, do, dstate, dy, D, before),
+            plan, _reverse, (-(-V // BV), layout.sequences * H), (q, k, beta, factors, X, A, do, dstate, dy, D, before),
             (H, K, V, C, BK, BV, *switches, rated, stages, TMA), num_warps=warps)  # fmt: skip
     return dy, before, D

@@ -12,13 +12,11 @@ import triton.language as tl
 from fastweights.torch.kernels import blocks, wide_keys
 from fastweights.torch.kernels.tiles import (
     C,
-    decay,
     describe,
     find_sequence,
     load_block,
     load_tile,
     product,
-    read_decay,
     solve,
     store_block,
     store_tile,
@@ -26,7 +24,7 @@ from fastweights.torch.kernels.tiles import (
 
 
 @triton.jit
-def _forward(q, k, v, beta, log_g, X, A, S0, o, S1, S_saved, u_saved, of_sequence, of_row, T, per, tokens,
+def _forward(q, k, v, beta, factors, X, A, S0, o, S1, S_saved, u_saved, of_sequence, of_row, T, per, tokens,
              H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
              DELTA: tl.constexpr, BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
              PACKED: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -46,7 +44,8 @@ def _forward(q, k, v, beta, log_g, X, A, S0, o, S1, S_saved, u_saved, of_sequenc
     from the memory alone, which is how a section's transition is made.
 
         q, k, v     (tokens, H, K), (tokens, H, K), (tokens, H, V)
-        beta, log_g (rows, H, C), X (rows, H, C, C): rates and inverses of the chunks
+        beta, factors (rows, H, C), (rows, H, 3, C): rates of the chunks, and decays as in `tiles.Decays`
+        X           (rows, H, C, C): inverses
         A           (rows, H, C, C): what queries read of each error, with decay; None: computed here, without
         S0, S1      (sequences, H, K, V): the state before the first token (or None) and, written, after the last
         o, u_saved  (tokens, H, V), written: outputs, and errors where the backward pass will not compute them again
@@ -89,14 +88,13 @@ def _forward(q, k, v, beta, log_g, X, A, S0, o, S1, S_saved, u_saved, of_sequenc
             span = (span0 + step // SAVE) * H + head
             store_block(S_saved, S_low, span, column, 0, V, K, BV, BK, step % SAVE == 0)
         if DECAY:
-            log_g_i = tl.load(log_g + at * C + i)
-            log_end = tl.load(log_g + at * C + C - 1)
+            g, g_end = tl.load(factors + at * 3 * C + i), tl.load(factors + at * 3 * C + C - 1)
         if DELTA:
             # The errors: values less what their keys retrieve of the memory before the chunk, through the inverse.
             X_i = load_block(X, at, 0, 0, C, C, C, C, TMA)  # [C, C]
             kS = product(S_low, tl.trans(k_i), None, PRECISION)
             if DECAY:
-                kS *= decay(log_g_i)[None, :]
+                kS *= g[None, :]
             y = u - kS if VALUES else -kS
             if BETA:
                 y *= tl.load(beta + at * C + i)[None, :]
@@ -116,24 +114,23 @@ def _forward(q, k, v, beta, log_g, X, A, S0, o, S1, S_saved, u_saved, of_sequenc
                 A_i = tl.trans(load_block(A, at, 0, 0, C, C, C, C, TMA))
             o_i = product(S_low, tl.trans(q_i), None, PRECISION)  # [BV, C]
             if DECAY:
-                log_r = read_decay(log_g + at * C, i, BEFORE)
-                o_i *= decay(log_r)[None, :]
+                o_i *= tl.load(factors + at * 3 * C + C + i)[None, :]
             o_i = product(u, A_i, o_i, PRECISION)
             store_tile(o, tl.trans(o_i), token, head, column, left, H, V, C, BV, TMA)
         if DECAY:
             # The memory decays over the whole chunk, and each error from its token to the chunk's end.
-            S *= decay(log_end)
-            u = (u * decay(log_end - log_g_i)[None, :]).to(dtype)
+            S *= g_end
+            u = (u * tl.load(factors + at * 3 * C + 2 * C + i)[None, :]).to(dtype)
         S = product(u, k_i, S, PRECISION)
     tl.store(S1 + (n * H + head) * K * V + at_S, S, mask=in_S)
 
 
-def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, width, out=True, save=False):
+def walk(plan, q, k, v, beta, decays, X, A, state, layout, spec, precision, *, width, out=True, save=False):
     """Plan the forward walk: slots of o, of the state after the last token, of S before each span and of u.
 
     Args:
         plan: to add the launch to.
-        q, k, v, beta, log_g, X, A: slots; rates, inverses and what queries read, by chunks. No v: nothing is written.
+        q, k, v, beta, decays, X, A: slots; rates, inverses and what queries read, by chunks. No v: nothing is written.
         state: slot of the memory before the first token; zero when None.
         layout, spec, precision: where tokens are, what is computed, and how products are made.
         width: of the values.
@@ -141,6 +138,7 @@ def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, wi
         save: whether S, transposed, and u are (`blocks.saves_errors`).
     """
     H, K, V, delta = k.shape[2], k.shape[3], width, spec.delta
+    log_g, factors = decays or (None, None)
     o = plan.empty((*k.shape[:3], V), k.dtype) if out else None
     save = layout.every if save else 0
     S = plan.empty((layout.span_room, H, V, K), k.dtype) if save else None
@@ -149,7 +147,7 @@ def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, wi
     BK = blocks.wide(k)
     shape = (layout.sequences, H, K, V)
     after = wide_keys.working_memory(plan, state, shape) if BK else plan.empty(shape, torch.float32)
-    switches = (delta, spec.before, beta is not None, log_g is not None, layout.of_row is not None, out, save,
+    switches = (delta, spec.before, beta is not None, decays is not None, layout.of_row is not None, out, save,
                 precision, v is not None)  # fmt: skip
     if not after.numel():
         return o, after, S, u
@@ -158,8 +156,8 @@ def walk(plan, q, k, v, beta, log_g, X, A, state, layout, spec, precision, *, wi
             plan, wide_keys.forward, (-(-V // 64), layout.sequences * H), (q, k, v, beta, log_g, X, o, after, S),
             (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
     else:
-        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK if log_g is None else blocks.WITH_DECAY)
+        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK if decays is None else blocks.WITH_DECAY)
         layout.launch(
-            plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, log_g, X, A, state, o, after, S, u),
+            plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, factors, X, A, state, o, after, S, u),
             (H, K, V, C, BK, BV, *switches, stages, TMA), num_warps=warps)  # fmt: skip
     return o, after, S, u

@@ -90,7 +90,7 @@ def _inverse(q, k, beta, log_g, X, A, of_sequence, of_row, T, per, tokens,
         tl.store(X + to, X_i.to(X.dtype.element_ty))
 
 
-def inverse(plan, q, k, beta, log_g, layout, spec, precision):
+def inverse(plan, q, k, beta, decays, layout, spec, precision):
     """Plan the inverses: slots of X and of A, (rows, H, C, C) each, in the dtype of k.
 
     X is None for the sum rule, A where nothing decays and where keys are too wide for the walks that take it. Products
@@ -99,12 +99,12 @@ def inverse(plan, q, k, beta, log_g, layout, spec, precision):
     H, K = k.shape[2:]
     room = (layout.room, H, C, C)
     X = plan.empty(room, k.dtype) if spec.delta else None
-    A = plan.empty(room, k.dtype) if log_g is not None and not blocks.wide(k) else None
+    A = plan.empty(room, k.dtype) if decays is not None and not blocks.wide(k) else None
     if layout.rows and (X is not None or A is not None):
         BK, warps, stages = blocks.inverse(k)
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
         layout.launch(
-            plan, _inverse, (layout.rows * H,), (q if A is not None else None, k, beta, log_g, X, A),
-            (H, K, C, BK, spec.before, beta is not None, log_g is not None, layout.of_row is not None, precision,
+            plan, _inverse, (layout.rows * H,), (q if A is not None else None, k, beta, decays and decays.log_g, X, A),
+            (H, K, C, BK, spec.before, beta is not None, decays is not None, layout.of_row is not None, precision,
              solve), num_warps=warps, num_stages=stages)  # fmt: skip
     return X, A

@@ -170,7 +170,7 @@ def _pairs(q, k, v, beta, log_g, X, A, S, do, dv, u, dA, R, dbeta, within, of_se
 
 
 @triton.jit
-def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_sequence, of_row, T, per, tokens,
+def _keys(q, k, factors, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_sequence, of_row, T, per, tokens,
           H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
           DELTA: tl.constexpr, BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
           PRECISION: tl.constexpr):  # fmt: skip
@@ -187,7 +187,8 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
     themselves cancel in it, to the last digits, since both are made of the same rounded numbers; in float32, which has
     no digits to spare, they are left out instead (`within`).
 
-        q, k, do, dv, u (tokens, H, .), log_g (rows, H, C), dA, R (rows, H, C, C), within (rows, H, C): of `_pairs`
+        q, k, do, dv, u (tokens, H, .), factors (rows, H, 3, C): as in backward.py
+        dA, R, within (rows, H, C, C), (rows, H, C): of `_pairs`
         S, D        (rows, H, V, K): the memory before each chunk and its gradient after it
         dq, dk      (tokens, H, K), written;  dlog_decay (blocks of keys, tokens, H), written where something decays
     """
@@ -220,11 +221,10 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
     if DELTA:
         R_i = load_block(R, at, 0, 0, C, C, C, C)
     if DECAY:
-        log_g_i = tl.load(log_g + at * C + i)
-        log_end = tl.load(log_g + at * C + C - 1)
-        dq_i *= decay(read_decay(log_g + at * C, i, BEFORE))[:, None]
-        dk_i *= decay(log_end - log_g_i)[:, None]
-        dm_i *= decay(log_g_i)[:, None]
+        dq_i *= tl.load(factors + at * 3 * C + C + i)[:, None]
+        dk_i *= tl.load(factors + at * 3 * C + 2 * C + i)[:, None]
+        dm_i *= tl.load(factors + at * 3 * C + i)[:, None]
+        kept *= tl.load(factors + at * 3 * C + C - 1)
         writes = tl.sum(k_i * dk_i, 1)  # what each key leaves in the memory
         if within is not None:
             queries, reads = tl.sum(q_i * dq_i, 1), -tl.sum(k_i * dm_i, 1)
@@ -236,9 +236,9 @@ def _keys(q, k, log_g, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_se
     if DECAY:
         if within is None:
             queries, reads = tl.sum(q_i * dq_i, 1), tl.sum(k_i * (dm_i - dk_i), 1)
-            total = tl.sum(writes, 0) + kept * decay(log_end)
+            total = tl.sum(writes, 0) + kept
         else:
-            total = tl.cumsum(writes, 0) - writes + kept * decay(log_end)
+            total = tl.cumsum(writes, 0) - writes + kept
             total += tl.load(within + at * C + i, mask=i < tl.where(block == 0, C, 0), other=0.0)
         total += tl.cumsum(reads + queries, 0, reverse=True)
         if BEFORE:  # a query does not see the decay of its own token
@@ -272,41 +272,42 @@ def join(plan, parts, like):
     return joined
 
 
-def local(plan, x, beta_rows, log_g, X, A, S, D, do, dy, u, layout, spec, precision):
+def local(plan, x, beta_rows, decays, X, A, S, D, do, dy, u, layout, spec, precision):
     """Plan the gradients within rows: slots of dq, dk, dv, dbeta and dlog_decay; dv takes the place of dy.
 
     Args:
         x: slots of the inputs of the call, q and k mapped.
-        beta_rows, log_g, X, A: rates, inverses and what queries read, by chunks.
+        beta_rows, decays, X, A: rates, inverses and what queries read, by chunks.
         S, D: the memory before each row and its gradient after it, transposed.
         do, dy: gradients of the outputs, and of the errors as `reverse` left them: with their rate where u is given.
         u: the errors that were written; None where the walk has not saved them.
     """
     q, k, v = x.q, x.k, x.v
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
+    log_g, factors = decays or (None, None)
     dq, dk = plan.empty(q.shape, q.dtype), plan.empty(k.shape, k.dtype)
     (BK, BV, warps, stages), (BK_keys, BV_keys, warps_keys, stages_keys) = blocks.local(q, V)
     blocks_of_keys = -(-K // BK_keys)
     dbeta = None if x.beta is None else plan.empty(x.beta.shape, x.beta.dtype)
-    decays = None if log_g is None else plan.empty((blocks_of_keys, *x.log_decay.shape), torch.float32)
+    parts = None if x.log_decay is None else plan.empty((blocks_of_keys, *x.log_decay.shape), torch.float32)
     if not layout.rows * H:
-        return dq, dk, dy, dbeta, join(plan, decays, x.log_decay)
+        return dq, dk, dy, dbeta, join(plan, parts, x.log_decay)
     known = u is not None
     if not known:
         u = plan.empty(v.shape, v.dtype)
     dA = plan.empty((layout.rows, H, C, C), k.dtype)
     R = plan.empty((layout.rows, H, C, C), k.dtype) if spec.delta else None
-    exact = log_g is not None and k.dtype == torch.float32
+    exact = decays is not None and k.dtype == torch.float32
     within = plan.empty((layout.rows, H, C), torch.float32) if exact else None
     switches = spec.delta, spec.before
     packed = layout.of_row is not None
     layout.launch(
         plan, _pairs, (layout.rows * H,), (q, k, v, beta_rows, log_g, X, A, S, do, dy, u, dA, R, dbeta, within),
-        (H, K, V, C, BK, BV, *switches, x.beta is not None, log_g is not None, packed, known, precision),
+        (H, K, V, C, BK, BV, *switches, x.beta is not None, decays is not None, packed, known, precision),
         num_warps=warps, num_stages=stages)  # fmt: skip
     layout.launch(
         plan, _keys, (blocks_of_keys, layout.rows * H),
-        (q, k, log_g, S, D, do, dy, u, dA, R, dq, dk, decays, within),
-        (H, K, V, C, BK_keys, BV_keys, *switches, log_g is not None, packed, precision),
+        (q, k, factors, S, D, do, dy, u, dA, R, dq, dk, parts, within),
+        (H, K, V, C, BK_keys, BV_keys, *switches, decays is not None, packed, precision),
         num_warps=warps_keys, num_stages=stages_keys)  # fmt: skip
-    return dq, dk, dy, dbeta, join(plan, decays, x.log_decay)
+    return dq, dk, dy, dbeta, join(plan, parts, x.log_decay)

@@ -36,7 +36,7 @@ def cut(n, slot):
     return slot._replace(shape=(B * n, T // n, *rest))
 
 
-def transition(plan, k, beta, log_g, X, layout, precision):
+def transition(plan, k, beta, decays, X, layout, precision):
     """A slot of M: what a whole section makes of the memory before it. None: it stays.
 
     (sections, H, K, K), or (sections, H, 1, 1) where every row of the memory only decays.
@@ -46,13 +46,13 @@ def transition(plan, k, beta, log_g, X, layout, precision):
         eye = lambda: torch.eye(K, device=plan.device).expand(n, H, K, K).contiguous()  # noqa: E731
         start = plan.compute(eye, (), (n, H, K, K), torch.float32)
         spec = Spec(rule="delta")
-        return forward.walk(plan, k, k, None, beta, log_g, X, None, start, layout, spec, precision, width=K, out=False)[
-            1
-        ]
-    if log_g is None:
+        return forward.walk(
+            plan, k, k, None, beta, decays, X, None, start, layout, spec, precision, width=K, out=False
+        )[1]
+    if decays is None:
         return None
     whole = lambda log_g: log_g[:, :, -1].unflatten(0, (n, -1)).sum(1).exp().float()[..., None, None]  # noqa: E731
-    return plan.compute(whole, (log_g,), (n, H, 1, 1), torch.float32)
+    return plan.compute(whole, (decays.log_g,), (n, H, 1, 1), torch.float32)
 
 
 def chain(B, start, M, N, *, backwards):
@@ -73,23 +73,23 @@ def chain(B, start, M, N, *, backwards):
     return turn(torch.stack(S, 1)).flatten(0, 1).contiguous()
 
 
-def before_each(plan, B, q, k, v, beta, log_g, X, A, state, layout, spec, precision):
+def before_each(plan, B, q, k, v, beta, decays, X, A, state, layout, spec, precision):
     """Plan the memory before each section: a slot (B * n, H, K, V).
 
     One walk of all sections from nothing gives N, one of the identity gives M (delta rule), and PyTorch chains them.
     """
-    N = forward.walk(plan, q, k, v, beta, log_g, X, None, None, layout, spec, precision, width=v.shape[-1], out=False)[
+    N = forward.walk(plan, q, k, v, beta, decays, X, None, None, layout, spec, precision, width=v.shape[-1], out=False)[
         1
     ]
-    M = transition(plan, k, beta, log_g, X, layout, precision)
+    M = transition(plan, k, beta, decays, X, layout, precision)
     function = lambda start, M, N: chain(B, start, M, N, backwards=False)  # noqa: E731
     return plan.compute(function, (state, M, N), N.shape, torch.float32)
 
 
-def after_each(plan, B, q, k, beta, log_g, X, A, do, dstate, layout, spec, precision):
+def after_each(plan, B, q, k, beta, decays, X, A, do, dstate, layout, spec, precision):
     """Plan the gradient of the memory after each section: a slot (B * n, H, K, V), by a reverse walk from nothing."""
-    E = backward.reverse(plan, q, k, beta, log_g, X, A, do, None, layout, spec, precision, out=False)[1]
-    M = transition(plan, k, beta, log_g, X, layout, precision)
+    E = backward.reverse(plan, q, k, beta, decays, X, A, do, None, layout, spec, precision, out=False)[1]
+    M = transition(plan, k, beta, decays, X, layout, precision)
     function = lambda end, M, E: chain(B, end, M, E, backwards=True)  # noqa: E731
     return plan.compute(function, (dstate, M, E), E.shape, torch.float32)
 

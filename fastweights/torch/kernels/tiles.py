@@ -20,6 +20,7 @@ the GPU's memory. Log decays: log_g from the chunk's start to a token, log_r to 
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -272,10 +273,10 @@ def divisor(b):
 
 
 @triton.jit
-def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, tokens,
+def _rates(beta, log_decay, beta_rows, log_g, factors, of_sequence, of_row, T, per, tokens,
            H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr,
-           BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """beta and the running sums of log_decay of one chunk, from (T, H) to (H, C).
+           BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """beta, the running sums of log_decay of one chunk and what follows from them (`Decays`), from (T, H) to (H, C).
 
     One program: one row (chunk) and BH heads, which lie side by side in the inputs. A rate of zero becomes one that can
     be divided by; sums are made in float64. Past the end of a sequence beta is 1e-15 and the decay 0: nothing is
@@ -295,19 +296,39 @@ def _rates(beta, log_decay, beta_rows, log_g, of_sequence, of_row, T, per, token
     if DECAY:
         # Past the end of a sequence log_decay counts as 0: the memory is kept as it is.
         a = tl.load(log_decay + source, mask=inside, other=0.0).to(tl.float32)
-        tl.store(log_g + target, tl.cumsum(a.to(tl.float64), 0).to(log_g.dtype.element_ty), mask=(head < H)[None, :])
+        sums = tl.cumsum(a.to(tl.float64), 0)
+        tl.store(log_g + target, sums.to(log_g.dtype.element_ty), mask=(head < H)[None, :])
+        to = (row * H + head)[None, :] * 3 * C + i[:, None]
+        tl.store(factors + to, decay(sums), mask=(head < H)[None, :])
+        tl.store(factors + to + C, decay(sums - a if BEFORE else sums), mask=(head < H)[None, :])
+        end = tl.sum(a.to(tl.float64), 0)
+        tl.store(factors + to + 2 * C, decay(end[None, :] - sums), mask=(head < H)[None, :])
 
 
-def rates(plan, beta, log_decay, layout, k):
-    """Plan the rates by chunks: slots of beta and of the running sum of log_decay within each row, (rows, H, C) each.
+class Decays(NamedTuple):
+    """Slots of what chunks decay by, one decay per head.
 
-    For float32 the sum is in float64: of two that are close, the difference would keep too few digits. In the padding
-    nothing is written and nothing decays. (None, None) where there are no rates at all.
+    Attributes:
+        log_g: (rows, H, C), the sum of log_decay from the chunk's start to each token. For float32 it is in float64: of
+            two that are close, the difference would keep too few digits.
+        factors: (rows, H, 3, C), the decay itself, to each token, to what its query reads, and from it to the chunk's
+            end: walks take them as they are, since they have no time to compute them.
+    """
+
+    log_g: Slot
+    factors: Slot
+
+
+def rates(plan, beta, log_decay, layout, spec, k):
+    """Plan the rates by chunks: a slot of beta, (rows, H, C), and `Decays`; None for what is not there.
+
+    In the padding nothing is written and nothing decays.
 
     Args:
         plan: to add the launch to.
         beta, log_decay: slots (B, T, H), or None.
         layout: where tokens are.
+        spec: which decay a query sees.
         k: slot of the keys, whose dtype decides that of the sums.
     """
     H = k.shape[2]
@@ -316,8 +337,9 @@ def rates(plan, beta, log_decay, layout, k):
     sums = torch.float64 if k.dtype == torch.float32 else torch.float32
     beta_rows = None if beta is None else plan.empty((layout.rows, H, C), torch.float32)
     log_g = None if log_decay is None else plan.empty((layout.rows, H, C), sums)
+    factors = None if log_decay is None else plan.empty((layout.rows, H, 3, C), torch.float32)
     BH = min(16, 1 << (H - 1).bit_length())
     layout.launch(
-        plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, log_g),
-        (H, C, BH, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
-    return beta_rows, log_g
+        plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, log_g, factors),
+        (H, C, BH, spec.before, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
+    return beta_rows, None if log_decay is None else Decays(log_g, factors)
