@@ -92,7 +92,8 @@ def _reverse(q, k, beta, factors, X, A, do, D1, dy, D_saved, D0, of_sequence, of
         if DECAY:
             g, g_end = tl.load(factors + at * 3 * C + i), tl.load(factors + at * 3 * C + C - 1)
             du *= tl.load(factors + at * 3 * C + 2 * C + i)[None, :]
-            do_r = (do_i * tl.load(factors + at * 3 * C + C + i)[None, :]).to(dtype)
+            r = tl.load(factors + at * 3 * C + C + i) if BEFORE else g
+            do_r = (do_i * r[None, :]).to(dtype)
             D *= g_end
         du = product(do_i, A_i, du, PRECISION)
         D = product(do_r, q_i, D, PRECISION)
@@ -144,7 +145,8 @@ def reverse(plan, q, k, beta, decays, X, A, do, dstate, layout, spec, precision,
             plan, wide_keys.reverse, (-(-V // 64), layout.sequences * H), (q, k, beta, log_g, X, do, dy, before, D),
             (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
     else:
-        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.REVERSE if decays is None else blocks.WITH_DECAY)
+        table = blocks.REVERSE if decays is None else blocks.WITH_DECAY[spec.before]
+        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, table)
         layout.launch(
             plan, _reverse, (-(-V // BV), layout.sequences * H), (q, k, beta, factors, X, A, do, dstate, dy, D, before),
             (H, K, V, C, BK, BV, *switches, rated, stages, TMA), num_warps=warps)  # fmt: skip

@@ -7,12 +7,16 @@ tensor memory accelerator, which copies tiles), as do inputs that it cannot take
 from functools import cache
 
 import torch
+import triton
 
 # Walks: (values, warps, stages) by the width of a block of keys and whether there are more programs of 64 values than
 # multiprocessors, for 16-bit numbers by the TMA unit.
 WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
 REVERSE = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
-WITH_DECAY = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
+# With decay they just fit the shared memory, but for Triton 3.4, or where queries read before their token: a vector more.
+_DEEP = (128, 8, 3) if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 5) else (64, 4, 3)
+_AFTER = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): _DEEP, (128, False): (64, 4, 3)}
+WITH_DECAY = {False: _AFTER, True: _AFTER | {(128, True): (64, 4, 3)}}
 # (keys, warps, stages), by the width of a block of values and whether the rule is delta; 128 by the TMA unit.
 PAST = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (128, 8, 3)}
 FUTURE = {(64, True): (64, 4, 2), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (128, 8, 3)}

@@ -114,7 +114,8 @@ def _forward(q, k, v, beta, factors, X, A, S0, o, S1, S_saved, u_saved, of_seque
                 A_i = tl.trans(load_block(A, at, 0, 0, C, C, C, C, TMA))
             o_i = product(S_low, tl.trans(q_i), None, PRECISION)  # [BV, C]
             if DECAY:
-                o_i *= tl.load(factors + at * 3 * C + C + i)[None, :]
+                r = tl.load(factors + at * 3 * C + C + i) if BEFORE else g
+                o_i *= r[None, :]
             o_i = product(u, A_i, o_i, PRECISION)
             store_tile(o, tl.trans(o_i), token, head, column, left, H, V, C, BV, TMA)
         if DECAY:
@@ -156,7 +157,8 @@ def walk(plan, q, k, v, beta, decays, X, A, state, layout, spec, precision, *, w
             plan, wide_keys.forward, (-(-V // 64), layout.sequences * H), (q, k, v, beta, log_g, X, o, after, S),
             (H, K, V, C, BK, 64, *switches), num_warps=4, num_stages=1)  # fmt: skip
     else:
-        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, blocks.WALK if decays is None else blocks.WITH_DECAY)
+        table = blocks.WALK if decays is None else blocks.WITH_DECAY[spec.before]
+        TMA, BK, BV, warps, stages = blocks.walks(layout, k, V, table)
         layout.launch(
             plan, _forward, (-(-V // BV), layout.sequences * H), (q, k, v, beta, factors, X, A, state, o, after, S, u),
             (H, K, V, C, BK, BV, *switches, stages, TMA), num_warps=warps)  # fmt: skip
