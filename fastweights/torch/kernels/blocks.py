@@ -13,7 +13,8 @@ import triton
 # multiprocessors, for 16-bit numbers by the TMA unit.
 WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
 REVERSE = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 3), (128, False): (64, 4, 3)}
-# With decay they just fit the shared memory, but for Triton 3.4, or where queries read before their token: a vector more.
+# With decay they just fit the shared memory, but for Triton 3.4, or where queries read before their token: one vector
+# more.
 _DEEP = (128, 8, 3) if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 5) else (64, 4, 3)
 _AFTER = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): _DEEP, (128, False): (64, 4, 3)}
 WITH_DECAY = {False: _AFTER, True: _AFTER | {(128, True): (64, 4, 3)}}
@@ -30,7 +31,7 @@ INVERSE = {64: (4, 1), 128: (4, 1)}
 GENERAL_WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (64, 4, 2)}
 # Their other kernels, by whether numbers are float32: (keys, warps, stages) and (keys, values, warps, stages).
 GENERAL_PREPARE = {False: (64, 4, 1), True: (64, 4, 1)}
-GENERAL_GRADIENTS = {False: (64, 128, 4, 1), True: (64, 64, 4, 1)}
+GENERAL_GRADIENTS = {False: (64, 64, 4, 1), True: (64, 64, 4, 1)}
 
 # No operand of a product on Hopper's tensor cores may have rows shorter than 128 bytes: of those of 64, the ptxas of
 # CUDA 12.8, which comes with Triton 3.6, computes addresses from registers that nothing has written

@@ -18,23 +18,23 @@ LIMIT = 40.0
 
 
 @triton.jit
-def _sums(x, sign, PRECISION: tl.constexpr):
-    """x @ sign in float32, for x [BK, C] and a matrix of 0 and 1; float32 in two parts, its first digits and the next.
+def _sums(sign, x, PRECISION: tl.constexpr):
+    """sign @ x in float32, for a matrix of 0 and 1 and x [C, BK]; float32 in two parts, its first digits and the next.
 
     float16, which has too little range for gradients, is summed as TF32, like float32 that has no more digits.
     """
     if x.dtype == tl.float32 and sign.dtype == tl.bfloat16:
         high = x.to(tl.bfloat16)
-        return tl.dot(high, sign, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), sign))
+        return tl.dot(sign, high, tl.dot(sign, (x - high.to(tl.float32)).to(tl.bfloat16)))
     else:
-        return product(x.to(sign.dtype), sign, None, PRECISION)
+        return product(sign, x.to(sign.dtype), None, PRECISION)
 
 
 @triton.jit
 def _before(C: tl.constexpr, OWN: tl.constexpr, dtype: tl.constexpr):
-    """A matrix [C, C] by which x @ it sums x over the tokens before each one, or up to it (OWN)."""
+    """A matrix [C, C] by which it @ x sums x over the tokens before each one, or up to it (OWN)."""
     i = tl.arange(0, C)
-    seen = i[:, None] <= i[None, :] if OWN else i[:, None] < i[None, :]
+    seen = i[:, None] >= i[None, :] if OWN else i[:, None] > i[None, :]
     return tl.where(seen, 1.0, 0.0).to(dtype)
 
 
@@ -47,9 +47,9 @@ def _bounded(log, LIMIT: tl.constexpr):
 @triton.jit
 def _load_log(log_decay, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
               BK: tl.constexpr):  # fmt: skip
-    """log_decay of BK channels, transposed, [BK, C], in bfloat16 if it came so, else in float32."""
+    """log_decay of BK channels, [C, BK], in bfloat16 if it came so, else in float32."""
     given: tl.constexpr = tl.bfloat16 if log_decay.dtype.element_ty == tl.bfloat16 else tl.float32
-    return tl.trans(load_channels(log_decay, token, head, first, left, H, K, C, BK, given))
+    return load_channels(log_decay, token, head, first, left, H, K, C, BK, given)
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def _decay(log_a, C: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PR
            dtype: tl.constexpr):  # fmt: skip
     """(decay from halfway to each token;  the same to what its query reads;  half of the chunk's, its logarithm).
 
-    Transposed, [BK, C], [BK, C] and [BK]. dtype: of the matrix that sums, bfloat16 or float32.
+    [C, BK], [C, BK] and [BK]. dtype: of the matrix that sums, bfloat16 or float32.
     """
-    half = 0.5 * tl.sum(log_a.to(tl.float32), 1)
-    log = _sums(log_a, _before(C, True, dtype), PRECISION) - half[:, None]
+    half = 0.5 * tl.sum(log_a.to(tl.float32), 0)
+    log = _sums(_before(C, True, dtype), log_a, PRECISION) - half[None, :]
     to_key = _bounded(log, LIMIT)
     return to_key, _bounded(log - log_a, LIMIT) if BEFORE else to_key, half
 
@@ -89,7 +89,7 @@ def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, hard, of_sequenc
         least = tl.minimum(least, tl.min(half, 0))
         channel = first + tl.arange(0, BK)
         tl.store(g_end + at * K + channel, tl.exp(2.0 * half), mask=channel < K)
-        to_key, to_query, to_half = tl.trans(to_key), tl.trans(to_query), tl.exp(half)[None, :]
+        to_half = tl.exp(half)[None, :]
         if DELTA:
             e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, True)
         x = w_i / to_key
@@ -121,10 +121,9 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
               PRECISION: tl.constexpr):  # fmt: skip
     """What `general_gradients._gradients` writes, of chunks that are not hard. One program: BK channels of one of them.
 
-    Everything is held transposed, [BK, C]: tokens are columns, channels rows, and factors are seen from halfway. The
-    gradient of log a at a token is what the chunk leaves in the memory times its gradient, plus, from that token on,
-    what is read less what is written, each times its gradient. Later tokens that read and write among themselves cancel
-    in it, to the last digits, since both are made of the same rounded numbers.
+    Factors are seen from halfway. The gradient of log a at a token is what the chunk leaves in the memory times its
+    gradient, plus, from that token on, what is read less what is written, each times its gradient. Later tokens that
+    read and write among themselves cancel in it, to the last digits, since both are made of the same rounded numbers.
     """
     block = tl.program_id(0)
     at = tl.program_id(1).to(tl.int64)
@@ -135,10 +134,26 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     token, left = find_row(of_row, T, per, row, C, PACKED)
     low: tl.constexpr = dA.dtype.element_ty
     i = tl.arange(0, C)
-    # All that is read comes first, so that one wait is for all of it.
+    # Through the memory: what writers, queries and keys give, and what it keeps of before.
+    kept = tl.zeros([BK], tl.float32)
+    dw = tl.zeros([C, BK], tl.float32)
+    dq_i = tl.zeros([C, BK], tl.float32)
+    dm = tl.zeros([C, BK], tl.float32)
+    for first in range(0, V, BV):
+        S_i = load_block(S, at, first, first_d, V, K, BV, BK)
+        D_i = load_block(D, at, first, first_d, V, K, BV, BK)
+        written = load_tile(e, token, head, first, left, H, V, C, BV)
+        of_queries = load_tile(do, token, head, first, left, H, V, C, BV)
+        if DELTA:
+            of_keys = load_tile(dv, token, head, first, left, H, V, C, BV)
+        kept += tl.sum(S_i.to(tl.float32) * D_i, 0)
+        dw = product(written, D_i, dw, PRECISION)
+        dq_i = product(of_queries, S_i, dq_i, PRECISION)
+        if DELTA:
+            dm = product(of_keys, S_i, dm, PRECISION)
     log_a = _load_log(log_decay, token, head, first_d, left, H, K, C, BK)
-    k_i = tl.trans(load_tile(k, token, head, first_d, left, H, K, C, BK))
-    q_i = tl.trans(load_tile(q, token, head, first_d, left, H, K, C, BK))
+    k_i = load_tile(k, token, head, first_d, left, H, K, C, BK)
+    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
     pairs = load_block(dA, at, 0, 0, C, C, C, C)  # readers are rows
     if beta is not None:
         b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
@@ -146,61 +161,44 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
         pairs_of_keys = load_block(dM, at, 0, 0, C, C, C, C)
         e_i = k_i
         if erase is not None:
-            e_i = tl.trans(load_tile(erase, token, head, first_d, left, H, K, C, BK))
-    # Through the memory: what writers, queries and keys give, and what it keeps of before.
-    kept = tl.zeros([BK], tl.float32)
-    dw = tl.zeros([BK, C], tl.float32)
-    dq_i = tl.zeros([BK, C], tl.float32)
-    dm = tl.zeros([BK, C], tl.float32)
-    for first in range(0, V, BV):
-        S_i = load_block(S, at, first, first_d, V, K, BV, BK)
-        D_i = load_block(D, at, first, first_d, V, K, BV, BK)
-        written = tl.trans(load_tile(e, token, head, first, left, H, V, C, BV))
-        of_queries = tl.trans(load_tile(do, token, head, first, left, H, V, C, BV))
-        if DELTA:
-            of_keys = tl.trans(load_tile(dv, token, head, first, left, H, V, C, BV))
-        kept += tl.sum(S_i.to(tl.float32) * D_i, 0)
-        dw = product(tl.trans(D_i), written, dw, PRECISION)
-        dq_i = product(tl.trans(S_i), of_queries, dq_i, PRECISION)
-        if DELTA:
-            dm = product(tl.trans(S_i), of_keys, dm, PRECISION)
+            e_i = load_tile(erase, token, head, first_d, left, H, K, C, BK)
     to_key, to_query, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
-    to_half = tl.exp(half)[:, None]
+    to_half = tl.exp(half)[None, :]
     written = k_i / to_key
     if beta is not None:
-        written *= b[None, :]
+        written *= b[:, None]
     written = short(written, low, PRECISION)
     # All that is written, and what is kept of before, decays at the first token.
     dw *= to_half
-    there = kept * tl.exp(2.0 * half) + tl.sum(written * dw, 1)
+    there = kept * tl.exp(2.0 * half) + tl.sum(written * dw, 0)
     # queries
     reader = short(q_i * to_query, low, PRECISION)
-    dq_i = product(written, tl.trans(pairs), dq_i * to_half, PRECISION)
-    dw = product(reader, pairs, dw, PRECISION)
+    dq_i = product(pairs, written, dq_i * to_half, PRECISION)
+    dw = product(tl.trans(pairs), reader, dw, PRECISION)
     crossing = reader * dq_i
-    store_tile(dq, tl.trans(dq_i * to_query), token, head, first_d, left, H, K, C, BK)
+    store_tile(dq, dq_i * to_query, token, head, first_d, left, H, K, C, BK)
     if BEFORE:  # a query does not see the decay of its own token
-        total = _sums(crossing, tl.trans(_before(C, False, low)), PRECISION)
+        total = _sums(tl.trans(_before(C, False, low)), crossing, PRECISION)
         crossing = tl.zeros_like(crossing)
     # keys, as they read
     if DELTA:
         reader = short(e_i * to_key, low, PRECISION)
-        dm = product(written, tl.trans(pairs_of_keys), dm * -to_half, PRECISION)
-        dw = product(reader, pairs_of_keys, dw, PRECISION)
+        dm = product(pairs_of_keys, written, dm * -to_half, PRECISION)
+        dw = product(tl.trans(pairs_of_keys), reader, dw, PRECISION)
         crossing += reader * dm
         dm *= to_key
         if erase is not None:
-            store_tile(derase, tl.trans(dm), token, head, first_d, left, H, K, C, BK)
+            store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
     crossing -= written * dw
-    from_here = _sums(crossing, tl.trans(_before(C, True, low)), PRECISION) + there[:, None]
+    from_here = _sums(tl.trans(_before(C, True, low)), crossing, PRECISION) + there[None, :]
     if BEFORE:
         from_here += total
-    store_tile(dlog_decay, tl.trans(from_here), token, head, first_d, left, H, K, C, BK)
+    store_tile(dlog_decay, from_here, token, head, first_d, left, H, K, C, BK)
     dw /= to_key
     if beta is not None:
         rate = (block.to(tl.int64) * tokens + token + i) * H + head
-        tl.store(dbeta + rate, tl.sum(k_i * dw, 0).to(dbeta.dtype.element_ty), mask=i < left)
-        dw *= b[None, :]
+        tl.store(dbeta + rate, tl.sum(k_i * dw, 1).to(dbeta.dtype.element_ty), mask=i < left)
+        dw *= b[:, None]
     if DELTA and erase is None:
         dw += dm
-    store_tile(dk, tl.trans(dw), token, head, first_d, left, H, K, C, BK)
+    store_tile(dk, dw, token, head, first_d, left, H, K, C, BK)
