@@ -264,6 +264,7 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
     H, K = k.shape[2:]
     kind, packed = kind_of_decay(x), layout.of_row is not None
     BK, BV, warps, stages = blocks.general_gradients(k, V)
+    (_, BV_pairs, *_), _ = blocks.local(k, V)
     parts = -(-K // BK)
     part = lambda y: plan.empty((parts, *y.shape), torch.float32)  # noqa: E731
     dq, dk, derase = (None if y is None else plan.empty(y.shape, y.dtype) for y in (q, k, x.erase))
@@ -277,7 +278,8 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
         products, sums_of_logs, _ = precisions(k, precision)
         layout.launch(
             plan, _readings, (layout.rows * H,), (do, e, dv, x.log_decay, dA, dM),
-            (H, V, C, BV, spec.delta, spec.before, kind, packed, products), num_warps=4, num_stages=stages)  # fmt: skip
+            (H, V, C, BV_pairs, spec.delta, spec.before, kind, packed, products),
+            num_warps=4, num_stages=stages)  # fmt: skip
         given, rest = (q, k, x.erase, x.beta, x.log_decay), (S, D, do, e, dv, dA, dM)
         written = dq, dk, dbeta, dlog_decay, derase, hard
         if hard is not None:

@@ -55,14 +55,15 @@ def _load_log(log_decay, token, head, first, left, H: tl.constexpr, K: tl.conste
 @triton.jit
 def _decay(log_a, C: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
            dtype: tl.constexpr):  # fmt: skip
-    """(decay from halfway to each token;  the same to what its query reads;  half of the chunk's, its logarithm).
+    """(decay from halfway to each token;  the same to what its query reads;  1 / the first;  half of the chunk's, its
+    logarithm).
 
-    [C, BK], [C, BK] and [BK]. dtype: of the matrix that sums, bfloat16 or float32.
+    Three of [C, BK], and [BK]. dtype: of the matrix that sums, bfloat16 or float32.
     """
     half = 0.5 * tl.sum(log_a.to(tl.float32), 0)
     log = _sums(_before(C, True, dtype), log_a, PRECISION) - half[None, :]
     to_key = _bounded(log, LIMIT)
-    return to_key, _bounded(log - log_a, LIMIT) if BEFORE else to_key, half
+    return to_key, _bounded(log - log_a, LIMIT) if BEFORE else to_key, _bounded(-log, LIMIT), half
 
 
 @triton.jit
@@ -85,14 +86,14 @@ def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, hard, of_sequenc
         if not DELTA:  # read before it is needed, where there are registers for it
             _, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, False)
             q_i = load_tile(q, token, head, first, left, H, K, C, BK)
-        to_key, to_query, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
+        to_key, to_query, from_key, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
         least = tl.minimum(least, tl.min(half, 0))
         channel = first + tl.arange(0, BK)
         tl.store(g_end + at * K + channel, tl.exp(2.0 * half), mask=channel < K)
         to_half = tl.exp(half)[None, :]
         if DELTA:
             e_i, w_i = load_keys(k, erase, beta, token, head, first, left, H, K, C, BK, True)
-        x = w_i / to_key
+        x = w_i * from_key
         written = tl.trans(x.to(low))
         store_tile(W, x * to_half, token, head, first, left, H, K, C, BK)
         if DELTA:
@@ -162,9 +163,9 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
         e_i = k_i
         if erase is not None:
             e_i = load_tile(erase, token, head, first_d, left, H, K, C, BK)
-    to_key, to_query, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
+    to_key, to_query, from_key, half = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
     to_half = tl.exp(half)[None, :]
-    written = k_i / to_key
+    written = k_i * from_key
     if beta is not None:
         written *= b[:, None]
     written = short(written, low, PRECISION)
