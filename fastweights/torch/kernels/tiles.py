@@ -334,12 +334,13 @@ def rates(plan, beta, log_decay, layout, spec, k):
     H = k.shape[2]
     if (beta is None and log_decay is None) or not layout.rows:
         return None, None
-    sums = torch.float64 if k.dtype == torch.float32 else torch.float32
     beta_rows = None if beta is None else plan.empty((layout.rows, H, C), torch.float32)
-    log_g = None if log_decay is None else plan.empty((layout.rows, H, C), sums)
-    factors = None if log_decay is None else plan.empty((layout.rows, H, 3, C), torch.float32)
+    decays = None
+    if log_decay is not None:
+        sums = torch.float64 if k.dtype == torch.float32 else torch.float32
+        decays = Decays(plan.empty((layout.rows, H, C), sums), plan.empty((layout.rows, H, 3, C), torch.float32))
     BH = min(16, 1 << (H - 1).bit_length())
     layout.launch(
-        plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, log_g, factors),
+        plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, *(decays or (None, None))),
         (H, C, BH, spec.before, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
-    return beta_rows, None if log_decay is None else Decays(log_g, factors)
+    return beta_rows, decays
