@@ -111,9 +111,14 @@ def local(q, V):
 
 
 def inverse(k):
-    """(BK, warps, stages) of the inverses."""
-    BK = 128 if k.shape[-1] > 64 and k.dtype != torch.float32 else 64  # float32: half as much to compile
-    return BK, *INVERSE[BK]
+    """(BK, options of the launch) of the inverses."""
+    exact = k.dtype == torch.float32
+    BK = 128 if k.shape[-1] > 64 and not exact else 64  # float32: half as much to compile
+    warps, stages = INVERSE[BK]
+    options = dict(num_warps=warps, num_stages=stages)
+    if not exact and k.shape[-1] <= BK:
+        options["maxnreg"] = 128  # of registers so few that four programs share a multiprocessor
+    return BK, options
 
 
 def general_prepare(k):

@@ -101,10 +101,10 @@ def inverse(plan, q, k, beta, decays, layout, spec, precision):
     X = plan.empty(room, k.dtype) if spec.delta else None
     A = plan.empty(room, k.dtype) if decays is not None and not blocks.wide(k) else None
     if layout.rows and (X is not None or A is not None):
-        BK, warps, stages = blocks.inverse(k)
+        BK, options = blocks.inverse(k)
         solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
         layout.launch(
             plan, _inverse, (layout.rows * H,), (q if A is not None else None, k, beta, decays and decays.log_g, X, A),
             (H, K, C, BK, spec.before, beta is not None, decays is not None, layout.of_row is not None, precision,
-             solve), num_warps=warps, num_stages=stages)  # fmt: skip
+             solve), **options)  # fmt: skip
     return X, A
