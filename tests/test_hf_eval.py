@@ -16,6 +16,7 @@ from fastweights.hf.export import tokenizer_of
 from fastweights.hf.head_training import Adapting, HeadTrainer, body, read_batch, train_head
 from fastweights.hf.loading import load_model, read_text, row_of
 from fastweights.hf.scoring import PARTS, Reading, _attached, score
+from fastweights.text.report import COLOURS, LABELS
 from fastweights.text.tokenizer import Bytes
 from fastweights.torch.dynamic import GradientStatistics
 
@@ -130,6 +131,12 @@ def test_dynamic_evaluation_learns_and_restores(model, tokenizer, texts):
     statistics = GradientStatistics.collect(model, [row_of(tokenizer, t) for t in texts])
     scaled = score(model, tokenizer, texts, "dynamic", Reading(window=24, stride=8, lr=3e-3, statistics=statistics))
     assert np.mean(scaled.losses[0]) < np.mean(static.losses[0]) - 0.2
+
+
+def test_every_mode_has_a_name_and_a_colour():
+    """`hf eval` scores in all of them unless told, and the report says them all."""
+    assert {"static", *PARTS, "dynamic", "dynamic+cache"} <= set(LABELS)
+    assert set(LABELS) == set(COLOURS)
 
 
 def test_down_projections_of_a_third():

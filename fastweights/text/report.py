@@ -21,11 +21,15 @@ LABELS = {
     "still": "+ layer, not learning",
     "fast": "+ Fast Weight Layer",
     "both": "+ layer and cache",
+    "body": "+ matrices inside",
+    "body+cache": "+ matrices, cache",
+    "all": "+ all of these",
     "dynamic": "+ dynamic evaluation",
     "dynamic+cache": "+ dynamic and cache",
 }
 COLOURS = {"static": "#8c8c8c", "memory": "#1f6fb4", "cache": "#e0a030", "still": "#a8c8a8", "fast": "#2a9d4e",
-           "both": "#7b4fa3", "dynamic": "#d1495b", "dynamic+cache": "#e58a96"}  # fmt: skip
+           "both": "#7b4fa3", "body": "#17a2b8", "body+cache": "#0b6e7d", "all": "#202020",
+           "dynamic": "#d1495b", "dynamic+cache": "#e58a96"}  # fmt: skip
 
 
 def show(found: dict[str, Any], console: Console) -> None:
