@@ -30,7 +30,7 @@ INVERSE = {64: (4, 1), 128: (4, 1)}
 # The same for general memories, whose chunks are larger.
 GENERAL_WALK = {(64, True): (64, 4, 3), (64, False): (64, 4, 3), (128, True): (128, 8, 2), (128, False): (64, 4, 2)}
 # Their other kernels, by whether numbers are float32: (keys, warps, stages) and (keys, values, warps, stages).
-GENERAL_PREPARE = {False: (64, 4, 1), True: (64, 4, 1)}
+GENERAL_PREPARE = {False: (64, 4, 2), True: (64, 4, 1)}
 GENERAL_GRADIENTS = {False: (64, 64, 4, 1), True: (64, 64, 4, 1)}
 
 # No operand of a product on Hopper's tensor cores may have rows shorter than 128 bytes: of those of 64, the ptxas of
