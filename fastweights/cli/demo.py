@@ -55,7 +55,8 @@ def demo(
 
     from fastweights.lm import training
 
-    say(f"1 of 3. Training a language model on {data}, for {minutes:g} minutes at most.", style="bold")
+    time = f"{minutes:g} minute{'' if minutes == 1 else 's'}"
+    say(f"1 of 3. Training a language model on {data}, for {time} at most.", style="bold")
     changes = dict(data=data, tokenizer=tokenizer, steps=steps, minutes=minutes, batch=4)  # more steps in four minutes
     config = training.configured("laptop", changes)
     training.train(config, run, console=Console())

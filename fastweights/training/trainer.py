@@ -83,6 +83,8 @@ class Trainer:
         tokens, first = len(self.batches[0]) * c.length, WARM if ranks.device.startswith("cuda") else 0
         clock = log.Clock(tokens, self.flop_per_token(), ranks.world * self.peak(), first)
         done, waiting = self.done(step, before), list[tuple[int, Tensor]]()
+        if done >= 1:
+            lines.say(f"Nothing is left to train: step {step} was the last.")
         with lines, interruptible() as signals:
             # `done` is the share of the run behind us: all processes go by the first one's clock.
             while done < 1:
