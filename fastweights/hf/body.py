@@ -94,8 +94,8 @@ def balanced(g: Tensor) -> Tensor:
 
     Examples:
         >>> x = balanced(torch.tensor([[4.0, 0.1], [0.2, 0.01]]))
-        >>> x.norm(dim=0).tolist(), x.norm(dim=1).round(decimals=3).tolist()
-        ([0.7071..., 0.7071...], [0.707..., 0.707...])
+        >>> [[round(n, 3) for n in x.norm(dim=axis).tolist()] for axis in (0, 1)]
+        [[0.707, 0.707], [0.707, 0.707]]
     """
     squares = g.square()
     tiny = 1e-30 * squares.mean((-2, -1), keepdim=True) + torch.finfo(g.dtype).tiny
