@@ -4,6 +4,7 @@ What goes in are the numbers of `scores.summary`; the same names, colours and or
 package and for those of Hugging Face.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,9 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path, memor
         axes.plot(x, y, label=LABELS[score.mode], color=COLOURS[score.mode], linewidth=2)
     # Documents differ in length by orders of magnitude, so positions are on a logarithmic axis.
     axes.set_xscale("log", base=2)
+    low, high = (math.log2(max(x, 1)) for x in axes.get_xlim())
+    if math.floor(high) - math.ceil(low) < 1:  # a short text: whole octaves, or the axis has no numbers
+        axes.set_xlim(2 ** math.floor(low), 2 ** math.ceil(high))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
     axes.set_ylabel("bits per byte")
     for name, x, y in memories:
