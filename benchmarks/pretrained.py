@@ -169,7 +169,7 @@ DRAWN = {
     "fast": (PALETTE[0], "layer"),
     "cache": (PALETTE[4], "cache"),
     "both": (PALETTE[3], "layer and cache"),
-    "all": (PALETTE[2], "layer, cache and matrices inside"),
+    "body+cache": (PALETTE[2], "matrices inside and cache"),
     DYNAMIC: (INK, "dynamic evaluation of all weights"),
 }
 

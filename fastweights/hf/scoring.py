@@ -24,7 +24,7 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, WINDOW, attached, using
 from fastweights.hf.loading import read_corpus, row_of
-from fastweights.hf.windows import Reading, Windows, groups
+from fastweights.hf.windows import ROWS, Reading, Windows, groups
 from fastweights.text.scores import Score, Text
 from fastweights.torch import cross_entropy, graphs, watching
 from fastweights.torch.cache import NeuralCache
@@ -121,7 +121,8 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
     """Head, cache and matrices inside the model: several windows are read at once, as in `_static`.
 
     The labels are known, so that no logits are held; the losses are those of `_attached`. The cache, which asks the
-    device how many keys match, scores a group of windows once the model has read the next: nobody waits for the head.
+    device how many keys match, scores several windows at once, after the model has read the next: nobody waits for the
+    head, and windows that are read alone because they teach cost the cache no call of their own.
     """
     head = attached(model)
     cache: Any = head.hooks.cache if parts.get("cache", True) else None  # type: ignore[union-attr]
@@ -129,16 +130,18 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
     weight, bias = output.weight, getattr(output, "bias", None)
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     state = head.init_state(1)
-    learned, cached, losses, behind = (state.dense1, state.dense2), None, [], None
+    learned, cached, losses = (state.dense1, state.dense2), None, []
+    behind: list[tuple[Tensor, Tensor, Tensor]] = []
     hooks: Any = head.hooks
     windows = Windows(model, row, hooks.body if parts.get("body", True) else None)
     for spans in [*windows.groups(how), None]:
         x: Any = None if spans is None else windows.features(spans)
-        if behind is not None:
-            *read, loss = behind
+        if spans is None or sum(labels.shape[1] for _, labels, _ in behind) >= ROWS * how.stride:
+            *read, loss = (torch.cat(some, 1) for some in zip(*behind, strict=True))
             if cache is not None:
                 loss, cached = cache.score(*read, loss, cached)
             losses.append(loss[0])
+            behind = []
         if spans is None:
             break
         labels = row[:, spans[0][1] + 1 : spans[-1][2] + 1]
@@ -148,7 +151,7 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
             loss = cross_entropy.loss(head.features(x), weight.mT, bias, labels)
         else:
             loss, learned = _score(head, x, labels, weight, bias, learned)
-        behind = x, labels, loss
+        behind.append((x, labels, loss))
     return torch.cat(losses), tensor_bytes((state if parts.get("head", True) else None, cached, windows.learned))
 
 
