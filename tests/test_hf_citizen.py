@@ -115,10 +115,11 @@ def test_lora_reaches_every_projection(tmp_path):
         loss.backward()
         optimizer.step()
     assert loss < before - 0.1
-    want = model(input_ids=tokens).logits
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(make("gated-delta,softmax"), tmp_path)
-    assert torch.equal(again(input_ids=tokens).logits, want)
+    with torch.no_grad():  # a loaded adapter is frozen; with gradients norms round otherwise
+        want = model(input_ids=tokens).logits
+        assert torch.equal(again(input_ids=tokens).logits, want)
     merged = model.merge_and_unload()
     assert isinstance(merged, FastWeightForCausalLM)
     torch.testing.assert_close(merged(tokens).logits, want, rtol=1e-4, atol=1e-4)
