@@ -30,7 +30,7 @@ class Graph(NamedTuple):
 
 
 _known: OrderedDict[Hashable, Graph | str | None] = OrderedDict()  # None: seen once;  a string: why it cannot be
-_lock = threading.Lock()
+_lock = threading.RLock()  # what is captured may itself call functions that are
 
 
 def refuses(x: Tensor) -> str | None:
@@ -75,13 +75,15 @@ def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 def _compile_together(f, inputs):
     """Compile the kernels that f launches side by side, once for each function and kind of inputs.
 
-    What can be captured runs on any numbers and changes nothing but its own tensors, so it can be rehearsed.
+    What can be captured runs on any numbers and changes nothing but its own tensors, so it can be rehearsed. Not so a
+    method of an object, such as one that calls someone else's model, which may look things up at places that kernels
+    make: that is handed over as a `functools.partial`, which has no code of its own.
     """
-    if HAS_TRITON:
+    if HAS_TRITON and hasattr(f, "__code__"):
         from fastweights.torch.kernels import launch
 
         kinds = tuple((x.dtype, x.dim()) for x in inputs)
-        launch.rehearse((getattr(f, "__code__", f), kinds), lambda: f(*inputs))
+        launch.rehearse((f.__code__, kinds), lambda: f(*inputs))
 
 
 def replay(found: Graph, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
