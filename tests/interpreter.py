@@ -56,7 +56,7 @@ def remember_shapes_and_types(core, interpreter):
     check, unwrap, array_type = core.block_type.__init__, core._unwrap_if_constexpr, interpreter._get_np_dtype
 
     def block_type(self, element_ty, shape):
-        key = element_ty.name, *shape
+        key = element_ty.name, *map(unwrapped, shape)  # older versions of Triton hand over constants
         if key not in blocks:
             check(self, element_ty, shape)
             of_tensor = core.constexpr(self.numel), core.tuple([core.constexpr(s) for s in self.shape])

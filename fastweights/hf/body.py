@@ -6,10 +6,10 @@ each as the token before it in the pass predicted it:
 
     S <- S - e |W| G / |G|,    G = diag(a) g diag(b): g with rows of one length and columns of one length (`balanced`)
 
-In g itself the loudest units drown the rest; in G all inputs and all outputs of the matrix count alike, so that a step
-teaches several times as much. It changes each matrix by a share e of its own length |W|. Layers below the first chosen
-one need no gradient. With `every` passes to a step, S learns from some of the passes (`teaches`), and the others cost
-what reading costs.
+In G all inputs and all outputs of the matrix count alike. Such a step taught several times as much as one along g on
+every text tried (docs/results/pretrained-models.md). It changes each matrix by a share e of its own length |W|. Layers
+below the first chosen one need no gradient. With `every` passes to a step, S learns from some of the passes
+(`teaches`), and the others cost what reading costs.
 """
 
 from collections.abc import Sequence
