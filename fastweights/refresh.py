@@ -61,7 +61,7 @@ def initial(config, inputs, batch, zeros):
     C, F, size = config.refresh, config.hidden_width, config.size
     learned = (1, inputs + 1, F), (1, F + 1, size), (1, 1, 2 * size)
     rest = ((C, inputs), "input"), ((C,), "whole"), ((C,), "wide"), ((), "whole")
-    return RefreshState._make(zeros((batch, *shape), kind) for shape, kind in (*((x, "wide") for x in learned), *rest))
+    return RefreshState(*[zeros((batch, *shape), kind) for shape, kind in (*((x, "wide") for x in learned), *rest)])
 
 
 def fast_weights(config, ops, p, learned, x):

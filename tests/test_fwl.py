@@ -54,7 +54,11 @@ def test_no_tokens_leave_the_state_as_it_is(how):
     assert block.loss(*none) == 0
 
 
-@pytest.mark.parametrize("refresh", [None, 4])
+OLD = torch.torch_version.TorchVersion(torch.__version__) < (2, 9)
+refreshed = pytest.param(4, marks=pytest.mark.skipif(OLD, reason="PyTorch 2.8's compiler does not slice named tuples"))
+
+
+@pytest.mark.parametrize("refresh", [None, refreshed])
 def test_compiles_in_one_graph_and_weights_may_be_a_mask(refresh):
     """Forwards and backwards; a width that the first call tells is asked for as the compiler understands it."""
     block, (x, labels, weights) = make(refresh=refresh), problem()
