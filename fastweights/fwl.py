@@ -128,7 +128,7 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
     n = read(config, ops, p, x, slow, memory)
     fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
     loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, p["unembed"], p["unembed_bias"], labels)
-    return FWLOutput(fast, loss, slow_loss, FWLState(*after, pending, waiting))
+    return FWLOutput(fast, loss, slow_loss, FWLState(*[*after, pending, waiting]))
 
 
 def nothing(config, ops, x, state, logits):
@@ -161,14 +161,14 @@ def step(config, ops, p, x, label, weight, state):
     x = x[:, None]
     n = read(config, ops, p, x, slow_pass(config, ops, p, x), memory)
     logits = ops.matmul(n, p["unembed"]) + p["unembed_bias"]
-    return logits[:, 0], FWLState(*after, x[:, 0], ops.xp.ones_like(state.waiting))
+    return logits[:, 0], FWLState(*[*after, x[:, 0], ops.xp.ones_like(state.waiting)])
 
 
 def learn_waiting(config, ops, p, label, state):
     """The state once the tokens that wait in it have been learned.  label (B,): theirs."""
     written, how = waiting(config, ops, p, label, ops.xp.ones_like(state.waiting), state)
     after = [remember(config, ops, k, k, v, S, **how)[1] for (k, v), S in zip(written, state[:3], strict=True)]
-    return FWLState(*after, state.pending, ops.xp.zeros_like(state.waiting))
+    return FWLState(*[*after, state.pending, ops.xp.zeros_like(state.waiting)])
 
 
 def waiting(config, ops, p, label, weight, state):

@@ -47,7 +47,7 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     if logits:
         fast = ops.matmul(features, p["unembed"]) + p["unembed_bias"]
     waiting = (ends - begin)[:, 0]
-    return fwl.FWLOutput(fast, loss, slow_loss, RefreshState(*learned, *map(ops.cast, rest, state[3:6]), waiting))
+    return fwl.FWLOutput(fast, loss, slow_loss, RefreshState(*[*learned, *map(ops.cast, rest, state[3:6]), waiting]))
 
 
 def _sequences(ops, tokens, cu_seqlens, whole):
