@@ -151,11 +151,19 @@ def run(
         for mode in _modes(device):
             name = f"layer, {layers[0]}, torch.compile" + (f", {mode}" if mode else "")
             calls[name] = (torch.compile(call, mode=mode), leaves)
-        if device == "cuda":
-            calls[f"layer, {layers[0]}, CUDA graph"] = (_captured(call, leaves), leaves)
+    results = _in_turns(calls, device, repeats, advance)
+    if compiled and device == "cuda":
+        # Alone, after the others: PyTorch's own graphs (mode="reduce-overhead") fail once another one is captured.
+        call, leaves = calls[f"layer, {layers[0]}"]
+        graph = {f"layer, {layers[0]}, CUDA graph": (_captured(call, leaves), leaves)}
+        results += _in_turns(graph, device, repeats, advance)
+    return results
+
+
+def _in_turns(calls: Calls, device: str, repeats: int, advance: Advance) -> list[Result]:
+    """Time the contestants in turns, so that a slow moment of the machine falls on all of them."""
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    # Contestants take turns, so that a slow moment of the machine falls on all of them.
     for turn in range(repeats + 1):
         for name, (call, leaves) in calls.items():
             up = torch.ones_like(call())
