@@ -108,17 +108,26 @@ def _check_packed(shapes, dtypes, B):
 
     Raises where the offsets have the wrong shape or dtype, where q has more than one row, or where a mask is given too.
     """
-    shape = shapes["cu_seqlens"]
+    if "mask" in shapes:
+        raise FastWeightError("mask is given together with cu_seqlens; expected one: a packed row has no padding")
+    return check_packing(shapes["cu_seqlens"], dtypes["cu_seqlens"], B, "q")
+
+
+def check_packing(shape, dtype, B, name):
+    """The number N of sequences that cu_seqlens of this shape and dtype bounds; None where it is not known yet.
+
+    Raises where shape or dtype cannot be those of offsets, or where `name`, which is packed, has B rows and not one.
+    """
     if len(shape) != 1 or (shape[0] is not None and shape[0] < 2):
         raise FastWeightError(
             f"cu_seqlens has shape {shape}; expected (N + 1,) with N >= 1: the offsets 0, ..., T that bound N sequences"
         )
-    if not dtypes["cu_seqlens"].startswith(("int", "uint")):
-        raise FastWeightError(f"cu_seqlens has dtype {dtypes['cu_seqlens']}; expected int32 or int64: token offsets")
+    if not dtype.startswith(("int", "uint")):
+        raise FastWeightError(f"cu_seqlens has dtype {dtype}; expected int32 or int64: token offsets")
     if B not in (1, None):
-        raise FastWeightError(f"q has batch {B} with cu_seqlens given; expected 1: packed sequences lie in one row")
-    if "mask" in shapes:
-        raise FastWeightError("mask is given together with cu_seqlens; expected one: a packed row has no padding")
+        raise FastWeightError(
+            f"{name} has batch {B} with cu_seqlens; expected 1: packed sequences lie in one row"
+        )
     return None if shape[0] is None else shape[0] - 1
 
 

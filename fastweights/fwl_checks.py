@@ -1,7 +1,7 @@
 """What a Fast Weight Layer checks before it computes, in every framework."""
 
-from fastweights.checks import check_offsets
-from fastweights.core import FastWeightError
+from fastweights.checks import check_offsets, check_packing
+from fastweights.core import FastWeightError, dtype_name
 
 
 def check_shapes(config, x, labels, weights, inputs=None):
@@ -70,8 +70,11 @@ def check_values(config, smallest, largest, worst):
         raise FastWeightError(f"weights has {worst}; expected finite numbers of at least 0: 0 leaves a token out")
 
 
-def check_packed(x, cu_seqlens):
-    """Raise unless cu_seqlens, a tensor with `tolist`, cuts the one row of x (1, T, D) into documents."""
-    if x.shape[0] != 1:
-        raise FastWeightError(f"x has batch {x.shape[0]} with cu_seqlens given; expected 1: documents lie in one row")
-    check_offsets(cu_seqlens.tolist(), x.shape[1])
+def check_packed(x, cu_seqlens, offsets=None):
+    """Raise unless cu_seqlens can cut the one row of x (1, T, D) into documents.
+
+    offsets: its values as a list, where they are known and T is.
+    """
+    check_packing(tuple(cu_seqlens.shape), dtype_name(cu_seqlens), x.shape[0], "x")
+    if offsets is not None:
+        check_offsets(offsets, x.shape[1])

@@ -90,7 +90,7 @@ def test_packed_documents_are_those_of_the_general_path(how, chunks):
 
 def test_offsets_that_do_not_cut_the_row_are_refused():
     x, labels, weights = problem(2, 6)
-    with pytest.raises(FastWeightError, match="x has batch 2 with cu_seqlens given; expected 1"):
+    with pytest.raises(FastWeightError, match="x has batch 2 with cu_seqlens; expected 1"):
         make().loss(x, labels, weights, cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(FastWeightError, match="cu_seqlens ends at 5; expected T = 6"):
         make().loss(x[:1], labels[:1], weights[:1], cu_seqlens=torch.tensor([0, 5]))

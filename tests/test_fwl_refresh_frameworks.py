@@ -99,6 +99,13 @@ def test_errors(framework, rng):
         block.run(*problem(rng), other.init_state(B))
     with pytest.raises(FastWeightError, match=r"state.dense1 has shape \(3, 1, 4, 16\); .* x has 2 sequences"):
         block.run(*problem(rng), block.init_state(3))
+    for offsets, why in (
+        ([0, 5, 3, 9], "falls from 5 to 3"),
+        ([0, 8], "ends at 8; expected T = 9"),
+        ([[0, 9]], "shape"),
+    ):
+        with pytest.raises(FastWeightError, match=f"cu_seqlens .*{why}"):
+            block.run(*problem(rng, 1, 9), cu_seqlens=framework.array(np.array(offsets)))
     plain = framework.make(Torch(normalizer=5.0).weights, normalizer=5.0)
     with pytest.raises(FastWeightError, match="stream with refresh=4; expected one of refresh=None"):
         plain.run(*problem(rng), block.init_state(B))

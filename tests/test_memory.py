@@ -198,7 +198,7 @@ ERRORS = [
     (bad(method="fast"), "method is 'fast'; expected one of 'auto', 'recurrent', 'chunked'"),
     (bad(chunk_size=0), "chunk_size is 0; expected a positive whole number"),
     (bad(mask=np.ones((2, 4), bool)), r"mask has shape \(2, 4\); expected \(2, 5\): True for a real token"),
-    (bad(cu_seqlens=np.array([0, 5])), "q has batch 2 with cu_seqlens given; expected 1"),
+    (bad(cu_seqlens=np.array([0, 5])), "q has batch 2 with cu_seqlens; expected 1"),
 ]  # fmt: skip
 
 

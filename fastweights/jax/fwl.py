@@ -138,7 +138,10 @@ class FWLBlock(nn.Module):
             An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
         """
         x, labels, weights = self._checked(x, labels, weights)
-        cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+        if cu_seqlens is not None:
+            cu_seqlens = jnp.asarray(cu_seqlens)
+            offsets = _values(cu_seqlens)
+            fwl_checks.check_packed(x, cu_seqlens, None if offsets is None else offsets.tolist())
         sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
         if state is not None:
             self._check_state(state, sequences, x.shape[-1])

@@ -168,7 +168,11 @@ class FWLBlock(keras.layers.Layer):
             An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
         """
         x, labels, weights = self._checked(x, labels, weights)
-        cu_seqlens = None if cu_seqlens is None else ops.cast(cu_seqlens, "int32")
+        if cu_seqlens is not None:
+            cu_seqlens = ops.convert_to_tensor(cu_seqlens)
+            offsets = _values(cu_seqlens) if isinstance(x.shape[1], int) else None
+            fwl_checks.check_packed(x, cu_seqlens, None if offsets is None else offsets.tolist())
+            cu_seqlens = ops.cast(cu_seqlens, "int32")
         if state is not None:
             sequences = x.shape[0]
             if cu_seqlens is not None:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, outside_autocast
+from fastweights.torch.private import is_transformed
 
 BLOCK = {"cpu": 2**25, "cuda": 2**27}  # logits held at a time
 ALIGNED = 64  # words are filled up to a multiple of it on a GPU, whose matrix units want aligned rows
@@ -143,12 +145,13 @@ class Head(torch.autograd.Function):
         ctx.save_for_backward(n, words, c, labels, output[1], output[2])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dloss, dr, _):
         """Gradients of n, words and c from those of the losses and of r."""
         n, words, c, labels, r, log_sum = ctx.saved_tensors
-        dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
         dr = dr if ctx.want_r else None  # of an empty r torch.compile makes zeros
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a second derivative
+            return *_differentiable(ctx.needs_input_grad, (n, words, c), labels, dloss, dr), None, None
+        dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
         dn = score_backward(n, words, c, labels, log_sum, r, dloss, dr, dwords, dc)
         return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
 
@@ -168,7 +171,7 @@ class Summed(torch.autograd.Function):
         return (losses(n, words, c, labels, log_sum) * weights).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("the sum of `LanguageModel.score(...).loss`")
     def backward(ctx, dvalue):
         """The gradients times that of the sum."""
         found = ((g * dvalue).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
@@ -260,8 +263,28 @@ def scored(
     """`head` for an output embedding that `rows` made ready; without the gradient at n when not asked for."""
     flat = n.to(words.dtype).flatten(0, -2).contiguous()
     with outside_autocast(n), _there(n):
+        if is_transformed():
+            loss, r = _plain(flat, words, c, labels.flatten())
+            return loss.view(labels.shape), r.view(n.shape)
         loss, r, _ = Head.apply(flat, words, c, labels.flatten(), gradient)
     return loss.view(labels.shape), r.view(n.shape) if gradient else None
+
+
+def _plain(n, words, c, labels):
+    """(loss (N,), r (N, size)) as `Head` has them, in differentiable operations that hold all logits."""
+    log_p = torch.log_softmax((n @ words.mT + c).to(accumulation_dtype(n)), -1)
+    loss = -log_p.gather(1, labels[:, None])[:, 0]
+    return loss, log_p.exp().to(words.dtype) @ words - words[labels]
+
+
+def _differentiable(wanted, given, labels, dloss, dr):
+    """The gradients of n, words and c, those wanted, as functions of all that they are made of."""
+    n, words, c = given
+    y = _plain(n, words, c, labels)
+    dy = [torch.zeros_like(a) if b is None else b for a, b in zip(y, (dloss, dr), strict=True)]
+    leaves = [x for x, want in zip(given, wanted, strict=False) if want]
+    found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True, materialize_grads=True))
+    return [next(found) if want else None for want in wanted[:3]]
 
 
 def _there(n):
@@ -291,6 +314,8 @@ def summed(n: Tensor, E: Tensor, c: Tensor, labels: Tensor, weights: Tensor) -> 
 
     For training: the gradients are made with the sum, in three products of tokens and words where `loss` needs four.
     """
+    if is_transformed():
+        return (loss(n, E, c, labels) * weights).sum()
     words, c = _ready(n, E, c)
     flat, counts = n.to(words.dtype).flatten(0, -2).contiguous(), weights.to(accumulation_dtype(n)).flatten()
     with outside_autocast(n), _there(n):

@@ -17,7 +17,7 @@ from fastweights.refresh import RefreshState, check_state, labelled
 from fastweights.torch import fwl_loss, fwl_train, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
-from fastweights.torch.private import is_watched
+from fastweights.torch.private import is_transformed, is_watched
 
 
 class FWLBlock(LazyModuleMixin, nn.Module):
@@ -142,6 +142,11 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def initialize_parameters(self, x: Tensor, *args: Any, **how: Any) -> None:
         """Make the first layer's weight as wide as x, at the first call (PyTorch's lazy modules call this hook)."""
         if self.has_uninitialized_params():
+            if is_transformed():
+                raise FastWeightError(
+                    "inputs is not known yet; expected FWLBlock(..., inputs=D) or a call before this one: under a "
+                    "transform of torch.func no parameters can be made"
+                )
             with torch.no_grad():
                 assert isinstance(self.dense1, nn.UninitializedParameter)
                 self.dense1.materialize((x.shape[-1], self.config.hidden_width))
@@ -194,7 +199,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             (torch.Size([1, 6, 20]), torch.Size([1, 6]), torch.Size([1, 1, 9, 32]))
             >>> more = block.run(x, *make_labels(tokens), out.state, previous_label=tokens[:, 0])  # it goes on
         """
-        labels, weights = self._checked(x, labels, weights)
+        labels, weights = self._checked(x, labels, weights, cu_seqlens)
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is not None:
             self._check_state(state, sequences)
@@ -231,7 +236,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             torch.Size([6])
         """
         if self._by_hand(weights):
-            labels, weights = self._checked(x, labels, weights)
+            labels, weights = self._checked(x, labels, weights, cu_seqlens)
             share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
             return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
         total = weights.sum().clamp(min=1e-8)
@@ -362,10 +367,12 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         """Whether the width of x is not known yet; asked as torch.compile understands it."""
         return isinstance(self.dense1, UninitializedParameter)
 
-    def _checked(self, x, labels, weights):
+    def _checked(self, x, labels, weights, cu_seqlens=None):
         """Integer labels and real weights, checked, once the width of x is known."""
         self.initialize_parameters(x)
         fwl_checks.check_shapes(self.config, x, labels, weights, self.dense1.shape[0])
+        if cu_seqlens is not None:
+            fwl_checks.check_packed(x, cu_seqlens)
         weights = weights if weights.is_floating_point() else weights.to(x.dtype)
         return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights), weights
 

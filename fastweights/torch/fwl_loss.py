@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights import fwl_checks
 from fastweights.torch import cross_entropy, fwl_passes
+from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.fwl_memory import Kept, Shape, read_before, read_before_backward, sums
+from fastweights.torch.packing import Sequences
 
 
 def loss(
@@ -40,7 +41,7 @@ def loss(
         cu_seqlens: (N + 1,) offsets of N documents packed into one row.
     """
     if cu_seqlens is not None:
-        fwl_checks.check_packed(x, cu_seqlens)
+        Sequences.of(cu_seqlens, x.shape[1])  # which checks them
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p["dense1"].dtype
     steps = p["steps"].exp() if config.log_steps else p["steps"]
@@ -159,7 +160,7 @@ class Loss(torch.autograd.Function):
         return (losses * weights).sum() / s.total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("the weighted mean of `FWLBlock.run(...).loss`")
     def backward(ctx, dloss):
         """Gradients of x and of all parameters, scaled by dloss."""
         with torch.autocast(dloss.device.type, enabled=False):

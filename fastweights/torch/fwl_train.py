@@ -16,6 +16,7 @@ from fastweights import fwl
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_dual, fwl_walk, graphs
+from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.held_overlapped import Beside
@@ -160,7 +161,7 @@ class Objective(torch.autograd.Function):
         return value, *others[:5]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("the weighted mean of `FWLBlock.run(...).loss`")
     def backward(ctx, dvalue, *_):
         """The gradients that the forward pass made, times that of its value."""
         found = [(g * dvalue).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]

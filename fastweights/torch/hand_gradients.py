@@ -12,7 +12,7 @@ from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.debugging import debugging
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
-from fastweights.torch.private import has_modes, is_transformed, is_watched
+from fastweights.torch.private import has_modes, is_forward, is_transformed, is_watched
 from fastweights.torch.watching import watchers
 
 __all__ = [
@@ -82,7 +82,7 @@ def unit(x: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
         >>> unit(torch.tensor([3.0, 4.0]), 0.0)
         tensor([0.6000, 0.8000])
     """
-    if torch.compiler.is_compiling() and not x.is_cpu:  # the compiler fuses the plain form itself
+    if is_forward() or (torch.compiler.is_compiling() and not x.is_cpu):  # a compiler fuses the plain form itself
         return x * (torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) * scale)
     learning = (x.requires_grad and torch.is_grad_enabled()) or is_watched()
     return Unit.apply(x, eps, scale)[0] if learning else Unit.forward(x, eps, scale)[0]

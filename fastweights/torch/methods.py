@@ -15,8 +15,9 @@ from torch import Tensor
 from fastweights import chunk_form
 from fastweights.core import ARRAYS, FastWeightError, Inputs, Spec
 from fastweights.torch import hand_gradients
-from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.private import has_modes, is_transformed, is_watched
+from fastweights.torch.dtypes import accumulation_dtype, outside_autocast
+from fastweights.torch.packing import whole_numbers
+from fastweights.torch.private import has_modes, is_forward, is_transformed, is_watched
 
 PLAIN = (Tensor, torch.nn.Parameter)
 GIVEN = ARRAYS + 1  # arrays of Inputs that methods see: the differentiable ones and cu_seqlens
@@ -124,8 +125,12 @@ def run(method: Method, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """(o, state) by a method that was added, with its gradient where one may be asked for.
 
     Three ways, from cheap to general: the method's own function where nobody differentiates or traces; the same inside
-    an autograd function; and registered operators, with their own autograd function, where someone looks on.
+    an autograd function; and registered operators, with their own autograd function, where someone looks on. Forward
+    mode, for which nothing is written by hand, goes through the plain form.
     """
+    if is_forward():
+        with outside_autocast(inputs.q):
+            return plain(inputs, spec)
     # Nobody differentiates and nobody traces: the function itself, which is the cheapest.
     gradient, watched = needs_gradient(inputs), is_watched()
     if not gradient and not watched:
@@ -356,7 +361,7 @@ def plain(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     if inputs.cu_seqlens is not None:
         parts = [
             plain(inputs.map_tokens(lambda x: x[:, a:b]).but(state=state[n : n + 1], cu_seqlens=None), spec)  # noqa: B023
-            for n, (a, b) in enumerate(pairwise(inputs.cu_seqlens.tolist()))
+            for n, (a, b) in enumerate(pairwise(whole_numbers(inputs.cu_seqlens, "cu_seqlens")))
         ]
         return torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
     beta = torch.ones_like(q[..., 0]) if inputs.beta is None else inputs.beta

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fastweights.checks import check_offsets
+from fastweights.core import FastWeightError
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.private import is_watched
+from fastweights.torch.private import is_transformed, is_watched
 
 SEGMENT = 2**18  # numbers per packed tensor of a segment on a CPU: a dozen of them stay in a cache of 16 MiB
 
@@ -47,6 +48,19 @@ def know_offsets(cu_seqlens: Tensor, offsets: list[int]) -> None:
     start = torch.tensor(offsets[:-1])
     known = Sequences(start, torch.tensor(offsets[1:]) - start)
     remember(cu_seqlens, ("sequences", offsets[-1]), lambda: known)
+
+
+def whole_numbers(x: Tensor, name: str) -> list[int]:
+    """The numbers in x, which decide shapes. Raises FastWeightError where vmap maps x: they then have no one value."""
+    try:
+        return x.tolist()
+    except RuntimeError as error:
+        if not is_transformed():
+            raise
+        raise FastWeightError(
+            f"{name} is mapped by vmap; expected one for all: its values decide shapes. "
+            "Let the mapped axis join the batch instead"
+        ) from error
 
 
 _fixed: list[bool] = []  # one for each `fixed_shapes` that lasts; in all threads, since autograd has its own
@@ -103,7 +117,7 @@ class Sequences(NamedTuple):
         """From offsets, which are checked. On a GPU this waits for the device, once per tensor of offsets."""
 
         def make():
-            offsets = cu_seqlens.tolist()
+            offsets = whole_numbers(cu_seqlens, "cu_seqlens")
             check_offsets(offsets, T)
             start = torch.tensor(offsets[:-1])
             return cls(start, torch.tensor(offsets[1:]) - start)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree  # noqa: F401 - for caches that torch.export takes apart
 
 sleep = torch.cuda._sleep  # keeps a GPU busy for so many cycles
@@ -19,14 +20,19 @@ product_of_all = torch._foreach_mul
 norm_of_all = torch._foreach_norm
 
 
+def is_forward() -> bool:
+    """Whether derivatives are taken in forward mode, by torch.func.jvp or a dual level of torch.autograd."""
+    return forward_ad._current_level >= 0
+
+
 def is_transformed() -> bool:
-    """Whether a transform of torch.func, such as vmap or grad, is active."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether a transform of torch.func, such as vmap or grad, or forward mode is active."""
+    return torch._C._are_functorch_transforms_active() or is_forward()
 
 
 def is_watched() -> bool:
     """Whether torch.compile or a transform traces the call: it must see operators instead of what they do."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def has_modes() -> bool:

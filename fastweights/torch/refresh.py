@@ -6,7 +6,6 @@ long enough, and nothing else.
 """
 
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +19,12 @@ from fastweights.fwl_config import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, held
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.packing import Sequences, whole_numbers
 from fastweights.torch.private import is_watched
 
 _known: Any = WeakIdKeyDictionary()  # by tensor: its version and its numbers
 
-Sequences = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
+Tokens = tuple[Tensor, ...]  # three: x (N, L, D), labels (N, L), shares (N, L)
 
 
 class Call(NamedTuple):
@@ -170,7 +170,7 @@ def read(
     B, T = labels.shape
     share = (weights / fwl.normalization(config, ops, weights, cu_seqlens)).to(state.shares.dtype)
     waiting = [0] * len(state.waiting) if fresh else _counts(state.waiting)
-    new = [T] * B if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens.tolist())]
+    new = [T] * B if cu_seqlens is None else Sequences.of(cu_seqlens, T).length.tolist()
     assert config.refresh is not None
     layout = plan(waiting, new, config.refresh, held=config.within == "held")
     words, c = _words(p, x)
@@ -246,7 +246,7 @@ def _with_words(ops, words, c):
     )
 
 
-def _laid_out(tokens, state, layout, waiting, new) -> Sequences:
+def _laid_out(tokens, state, layout, waiting, new) -> Tokens:
     """x, labels and shares of every row (N, L, ...): what waited, then what is new, in the order of the layout."""
     waits = state.pending, state.labels, state.shares
     if layout.source is None:
@@ -311,7 +311,7 @@ def _counts(waiting: Tensor) -> list[int]:
     version, counts = _known.get(waiting, (None, []))
     if version is not None and not waiting.is_inference() and version == waiting._version:
         return counts
-    return waiting.tolist()
+    return whole_numbers(waiting, "state.waiting")
 
 
 def _state_after(config, tokens, new, state, learned, layout) -> RefreshState:

@@ -10,6 +10,7 @@ from fastweights.checks import check_offsets
 from fastweights.core import RULES, TOKENS, Inputs, Spec
 from fastweights.torch.dtypes import accumulation_dtype, outside_autocast
 from fastweights.torch.methods import needs_gradient, state_shape
+from fastweights.torch.packing import whole_numbers
 from fastweights.torch.private import is_watched
 
 
@@ -32,7 +33,7 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
     wide = accumulation_dtype(q.dtype)
     state = q.new_zeros(state_shape(inputs, spec), dtype=wide) if inputs.state is None else inputs.state
     if inputs.cu_seqlens is not None:
-        offsets = inputs.cu_seqlens.tolist()
+        offsets = whole_numbers(inputs.cu_seqlens, "cu_seqlens")
         check_offsets(offsets, q.shape[1])
         parts = [
             run(inputs.map_tokens(lambda x: x[:, a:b]).but(state=state[n : n + 1], cu_seqlens=None), spec)  # noqa: B023
