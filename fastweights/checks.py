@@ -125,9 +125,7 @@ def check_packing(shape, dtype, B, name):
     if not dtype.startswith(("int", "uint")):
         raise FastWeightError(f"cu_seqlens has dtype {dtype}; expected int32 or int64: token offsets")
     if B not in (1, None):
-        raise FastWeightError(
-            f"{name} has batch {B} with cu_seqlens; expected 1: packed sequences lie in one row"
-        )
+        raise FastWeightError(f"{name} has batch {B} with cu_seqlens; expected 1: packed sequences lie in one row")
     return None if shape[0] is None else shape[0] - 1
 
 
