@@ -111,6 +111,15 @@ def test_what_has_learned_nothing_is_exactly_the_model(model):
     assert not any("fast_head" in name for name in model.state_dict())
 
 
+@torch.no_grad()
+def test_logits_of_the_last_tokens_are_the_last_logits():
+    model, tokens = make("llama"), random_tokens(2, 23)
+    attach_strong(model)  # a chunk is four tokens
+    every = model(tokens).logits
+    for keep in (1, 4, 13, 22):
+        torch.testing.assert_close(model(tokens, logits_to_keep=keep).logits, every[:, -keep:], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_changed_in_other_precisions(dtype):
     model, tokens = make("llama").to(dtype), random_tokens(2, 11)

@@ -325,8 +325,8 @@ class _Row(NamedTuple):
     def put(self, part: slice, first: int, *pairs: tuple[Tensor, Tensor]) -> None:
         """Copy columns `part` to where their tokens are among the new ones, from token `first` on."""
         if self.aligned:
-            begin = max(part.start, self.old + first)
-            for to, values in pairs:
+            begin = min(max(part.start, self.old + first), part.stop)
+            for to, values in pairs if begin < part.stop else ():
                 to[:, begin - self.old - first : part.stop - self.old - first] = values[:, begin - part.start :]
             return
         place = self.place[:, part] - first
