@@ -129,6 +129,15 @@ def check_packing(shape, dtype, B, name):
     return None if shape[0] is None else shape[0] - 1
 
 
+def check_mask(x, mask):
+    """Raise FastWeightError unless mask is bool (B, T), for x (B, T, ...)."""
+    if dtype_name(mask) != "bool" or not _fits(tuple(mask.shape), tuple(x.shape[:2])):
+        raise FastWeightError(
+            f"mask is {dtype_name(mask)} {tuple(mask.shape)}; expected bool {tuple(x.shape[:2])}: "
+            "True for a real token, False for padding"
+        )
+
+
 def check_offsets(offsets, T):
     """Raise unless cu_seqlens, as a list of ints, starts at 0, never falls and ends at T.
 

@@ -4,6 +4,7 @@ What a chunk computes is in refresh.py.
 """
 
 from fastweights import fwl
+from fastweights.packed import sequences
 from fastweights.refresh import RefreshState, chunk
 
 
@@ -18,7 +19,7 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     xp, C = ops.xp, config.refresh
     slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, p["unembed"], p["unembed_bias"], labels)
     whole = lambda y: ops.cast(y, state.waiting)  # noqa: E731
-    (x, labels, share), lengths, unpack = _sequences(ops, (x, labels, share), cu_seqlens, whole)
+    (x, labels, share), lengths, unpack = sequences(ops, (x, labels, share), cu_seqlens, whole)
     T = x.shape[1]
     count = -(-(T if fresh else T + C) // C)
     # Every sequence is laid out from its first waiting token on, so that chunks start at multiples of C.
@@ -48,19 +49,6 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
         fast = ops.matmul(features, p["unembed"]) + p["unembed_bias"]
     waiting = (ends - begin)[:, 0]
     return fwl.FWLOutput(fast, loss, slow_loss, RefreshState(*[*learned, *map(ops.cast, rest, state[3:6]), waiting]))
-
-
-def _sequences(ops, tokens, cu_seqlens, whole):
-    """(N, T, ...) of each, the tokens of each sequence, and how to lay outputs (N, T, ...) end to end again."""
-    xp, T = ops.xp, tokens[0].shape[1]
-    if cu_seqlens is None:
-        return tokens, T, lambda y: y
-    cu, t = whole(cu_seqlens), whole(ops.arange(T, tokens[0]))
-    index = xp.minimum(cu[:-1, None] + t[None, :], T - 1)
-    sequence = whole(ops.searchsorted(cu[1:], t))
-    place = sequence * T + t - xp.take(cu, sequence, axis=0)
-    unpack = lambda y: xp.take(xp.reshape(y, (-1, *y.shape[2:])), place, axis=0)[None]  # noqa: E731
-    return [xp.take(y[0], index, axis=0) for y in tokens], (cu[1:] - cu[:-1])[:, None], unpack
 
 
 def _laid_out(ops, held, new, index, valid):

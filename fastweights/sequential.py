@@ -9,13 +9,14 @@ FastWeightProgrammer (Schmidhuber 1992), a slow network that writes the weights 
 
     W_t = sigma(W_{t-1} + a_t (x) b_t),    y_t = W_t x_t,    with a_t, b_t linear in x_t
 
-With a width of its own the fast network reads y_t = W_t x'_t, x'_t of that width and linear in x_t as well.
+With a width of its own the fast network reads y_t = W_t x'_t, x'_t of that width and linear in x_t as well. Padding
+leaves the state as it is, and its output is 0.
 """
 
 from typing import Any, NamedTuple
 
-from fastweights.checks import check_whole
-from fastweights.core import FastWeightError
+from fastweights.checks import check_mask, check_offsets, check_packing, check_whole
+from fastweights.core import FastWeightError, dtype_name
 
 LAYER_NORM_EPS = 1e-5
 
@@ -89,13 +90,16 @@ def check_rates(decay, rate, inner_steps, **widths):
         raise FastWeightError(f"rate is {rate}; expected 0 or more: the step with which A learns")
 
 
-def check_input(x, inputs, state=None, **shapes):
+def check_input(x, inputs, state=None, *, mask=None, cu_seqlens=None, offsets=None, **shapes):
     """Raise FastWeightError unless x is (B, T, inputs), and a state that is given has these parts.
 
     Args:
         x: of any framework; an axis of unknown length (None) fits any.
         inputs: the width that the network was made for.
         state: what an earlier call returned, or None for a network that starts afresh.
+        mask: (B, T) bool, or None.
+        cu_seqlens: (N + 1,) offsets of sequences packed into one row, each with a state of its own, or None.
+        offsets: their values as a list, where they are known.
         shapes: of the parts of the state, by their names, without the batch.
 
     Examples:
@@ -107,6 +111,15 @@ def check_input(x, inputs, state=None, **shapes):
     """
     if len(x.shape) != 3 or x.shape[-1] != inputs:
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs}): inputs is {inputs}")
+    sequences = x.shape[0]
+    if mask is not None and cu_seqlens is not None:
+        raise FastWeightError("mask is given together with cu_seqlens; expected one: a packed row has no padding")
+    if mask is not None:
+        check_mask(x, mask)
+    if cu_seqlens is not None:
+        sequences = check_packing(tuple(cu_seqlens.shape), dtype_name(cu_seqlens), x.shape[0], "x")
+    if offsets is not None:
+        check_offsets(offsets, x.shape[1])
     if state is None:
         return
     if not isinstance(state, tuple | list) or len(state) != len(shapes):
@@ -114,7 +127,7 @@ def check_input(x, inputs, state=None, **shapes):
             f"state is a {type(state).__name__}; expected the {' and '.join(shapes)} that an earlier call returned"
         )
     for (name, shape), part in zip(shapes.items(), state, strict=True):
-        expected = (x.shape[0], *shape)
+        expected = (sequences, *shape)
         fits = len(part.shape) == len(expected) and all(
             n == m or None in (n, m) for n, m in zip(part.shape, expected, strict=True)
         )

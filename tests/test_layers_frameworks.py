@@ -78,6 +78,18 @@ def test_programmer(framework, rng, activation):
         compare(framework, rng, "FastWeightProgrammer", arguments, rng.standard_normal((2, 5, 3)), carried=2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [("FastWeightRNN", dict(inputs=3, hidden=9)), ("FastWeightProgrammer", dict(inputs=3, outputs=2))],
+)
+def test_sequential_networks_padded_and_packed(framework, rng, kind, arguments):
+    """Padding holds NaN. The network is wider than the sequences are long, and starts afresh or goes on."""
+    mask = np.array([[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 0]], bool)
+    x = np.where(mask[..., None], rng.standard_normal((2, 6, 3)), np.nan)
+    compare(framework, rng, kind, arguments, x, mask=mask)
+    compare(framework, rng, kind, arguments, x[1:, :5], carried=2, cu_seqlens=np.array([0, 2, 2, 5]))
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("rule", RULES)

@@ -71,6 +71,64 @@ def test_programmer_is_the_classic_recurrence(activation, width):
     assert_close(last.detach().numpy(), final.detach().numpy())
 
 
+def alone(network, tokens, state=None):
+    """Outputs (T, width) and the state of one sequence (T, inputs), token by token, with `step`."""
+    outputs = [torch.zeros(0, network(tokens[None, :0])[0].shape[-1], dtype=tokens.dtype)]
+    state = network(tokens[None, :0], state)[1]
+    for token in tokens:
+        y, state = network.step(token[None], state)
+        outputs.append(y)
+    return torch.cat(outputs), state
+
+
+def row(state, i):
+    """The state of one sequence."""
+    return tuple(part[i : i + 1] for part in state) if isinstance(state, tuple) else state[i : i + 1]
+
+
+def same(got, want):
+    for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
+        assert_close(a.detach().numpy(), b.detach().numpy())
+
+
+NETWORKS = [
+    lambda: FastWeightRNN(3, 40, inner_steps=2, decay=0.8, dtype=torch.float64),  # attends to its past
+    lambda: FastWeightRNN(3, 4, inner_steps=2, decay=0.8, dtype=torch.float64),
+    lambda: FastWeightProgrammer(3, 4, dtype=torch.float64),
+    lambda: FastWeightProgrammer(3, 4, width=5, activation="sigmoid", dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("make", NETWORKS)
+@pytest.mark.parametrize("carried", [False, True])
+def test_padding_and_packing_are_each_sequence_alone(make, carried):
+    network, lengths, T = make(), [4, 0, 7, 1], 9
+    before = network(torch.randn(4, 3, 3).double())[1] if carried else None
+    texts = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
+    want = [alone(network, text, None if before is None else row(before, i)) for i, text in enumerate(texts)]
+    x, mask = torch.full((4, T, 3), torch.nan, dtype=torch.float64), torch.zeros(4, T, dtype=torch.bool)
+    for i, n in enumerate(lengths):  # padding on both sides and inside
+        mask[i, torch.randperm(T)[:n].sort().values] = True
+        x[i, mask[i]] = texts[i]
+    x.requires_grad_()
+    y, state = network(x, before, mask=mask)
+    assert (y[~mask] == 0).all()
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    packed, packed_state = network(torch.cat(texts)[None], before, cu_seqlens=cu)
+    for i, (outputs, last) in enumerate(want):
+        same(y[i, mask[i]], outputs)
+        same(packed[0, cu[i] : cu[i + 1]], outputs)
+        same(row(state, i), last)
+        same(row(packed_state, i), last)
+    grads = torch.autograd.grad(y.sin().sum() + sum(a.sum() for a in state), [x, *network.parameters()])
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][~mask] == 0).all()
+    empty, same_state = network(torch.zeros(1, 0, 3).double(), before, cu_seqlens=torch.zeros(5, dtype=torch.long))
+    assert empty.shape == (1, 0, y.shape[-1])
+    if carried:
+        same(same_state, before)
+
+
 def test_sequential_layer_errors():
     with pytest.raises(FastWeightError, match="activation is 'gelu'; expected 'identity', 'relu', 'tanh'"):
         FastWeightProgrammer(3, 4, activation="gelu")
@@ -78,6 +136,18 @@ def test_sequential_layer_errors():
         FastWeightRNN(3, 4, decay=1.5)
     with pytest.raises(FastWeightError, match=r"x has shape \(2, 5, 4\); expected \(B, T, 3\)"):
         FastWeightRNN(3, 4)(torch.zeros(2, 5, 4))
+    for network in (FastWeightRNN(3, 4), FastWeightProgrammer(3, 4)):
+        x = torch.zeros(2, 5, 3)
+        with pytest.raises(FastWeightError, match=r"mask is float32 \(2, 5\); expected bool \(2, 5\)"):
+            network(x, mask=torch.ones(2, 5))
+        with pytest.raises(FastWeightError, match="x has batch 2 with cu_seqlens; expected 1"):
+            network(x, cu_seqlens=torch.tensor([0, 5]))
+        with pytest.raises(FastWeightError, match="cu_seqlens ends at 4; expected T = 5"):
+            network(x[:1], cu_seqlens=torch.tensor([0, 4]))
+        with pytest.raises(FastWeightError, match="mask is given together with cu_seqlens; expected one"):
+            network(x[:1], cu_seqlens=torch.tensor([0, 5]), mask=torch.ones(1, 5, dtype=torch.bool))
+        with pytest.raises(FastWeightError, match=r"state\.\w has shape \(2, .*expected \(1, "):
+            network(x[:1], network(x)[1], cu_seqlens=torch.tensor([0, 5]))
 
 
 @pytest.mark.parametrize("make", [lambda: FastWeightRNN(3, 4), lambda: FastWeightProgrammer(3, 4)])

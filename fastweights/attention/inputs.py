@@ -1,6 +1,7 @@
 """What `FastWeightAttention` checks of a call before it computes: its input, mask and carried state."""
 
-from fastweights.core import FastWeightError, dtype_name
+from fastweights.checks import check_mask
+from fastweights.core import FastWeightError
 
 
 def check_input(config, x, state, mask, cu_seqlens=None):
@@ -16,14 +17,8 @@ def check_input(config, x, state, mask, cu_seqlens=None):
         )
     if state is not None and (config.conv or config.attention_norm):
         check_carried(config, x, state, cu_seqlens)
-    if mask is None:
-        return
-    fits = len(mask.shape) == 2 and all(n == m or None in (n, m) for n, m in zip(mask.shape, x.shape, strict=False))
-    if not fits or dtype_name(mask) != "bool":
-        raise FastWeightError(
-            f"mask is {dtype_name(mask)} {tuple(mask.shape)}; expected bool {tuple(x.shape[:2])}: "
-            "True for a real token, False for padding"
-        )
+    if mask is not None:
+        check_mask(x, mask)
 
 
 def check_carried(config, x, state, cu_seqlens):

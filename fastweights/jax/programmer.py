@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fastweights.jax.sequential import ACTIVATIONS, uniform
-from fastweights.sequential import check_activation, check_input, programmer_widths
+from fastweights.jax.sequential import ACTIVATIONS, keep, lay_out, uniform
+from fastweights.sequential import check_activation, programmer_widths
 
 
 class FastWeightProgrammer(nn.Module):
@@ -50,28 +50,43 @@ class FastWeightProgrammer(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: Array, state: Array | None = None) -> tuple[Array, Array]:
+    def __call__(
+        self,
+        x: Array,
+        state: Array | None = None,
+        *,
+        cu_seqlens: Array | None = None,
+        mask: Array | None = None,
+    ) -> tuple[Array, Array]:
         """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
 
         Args:
             x: (B, T, inputs).
             state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+            cu_seqlens: (N + 1,) offsets of N sequences packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding on any side: it leaves the state as it is, and its output is 0.
         """
-        x, widths = jnp.asarray(x), programmer_widths(self.inputs, self.outputs, self.width)
-        check_input(x, self.inputs, None if state is None else [state], W=(self.outputs, widths[1]))
+        widths, given = programmer_widths(self.inputs, self.outputs, self.width), None if state is None else [state]
+        x, mask, finish = lay_out(self, jnp.asarray(x), given, mask, cu_seqlens, W=(self.outputs, widths[1]))
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         slow = self.param("slow", uniform, (self.inputs, sum(widths)), self.param_dtype)
         written = x @ slow if self.width else jnp.concatenate([x @ slow, x], -1)
         written = jnp.moveaxis(written, 1, 0)  # a, b and what the fast network reads, (T, B, ...)
         start = jnp.zeros((x.shape[0], self.outputs, widths[1]), written.dtype) if state is None else state
 
-        def move(W, written):
+        def move(W, token):
+            written, real = token
             a, b, fast_x = jnp.split(written, [self.outputs, self.outputs + widths[1]], -1)
-            W = f(W + a[:, :, None] * b[:, None, :])
+            W = keep(real, f(W + a[:, :, None] * b[:, None, :]), W)
             return W, (W @ fast_x[..., None])[..., 0]
 
-        W, y = lax.scan(move, start, written)
-        return jnp.moveaxis(y, 0, 1), W
+        W, y = lax.scan(move, start, (written, None if mask is None else mask.T))
+        return finish(jnp.moveaxis(y, 0, 1)), W
+
+    def step(self, x: Array, state: Array | None = None) -> tuple[Array, Array]:
+        """One token: x (B, inputs) -> (y, state): `network.apply(variables, x, state, method="step")`."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
 
     def __repr__(self) -> str:
         return (

@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fastweights.jax.sequential import ACTIVATIONS, uniform
-from fastweights.sequential import RNNState, check_activation, check_input, check_rates, layer_norm, settle
+from fastweights.jax.sequential import ACTIVATIONS, keep, lay_out, uniform
+from fastweights.sequential import RNNState, check_activation, check_rates, layer_norm, settle
 
 
 class FastWeightRNN(nn.Module):
@@ -61,15 +61,24 @@ class FastWeightRNN(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: Array, state: RNNState | None = None) -> tuple[Array, RNNState]:
+    def __call__(
+        self,
+        x: Array,
+        state: RNNState | None = None,
+        *,
+        cu_seqlens: Array | None = None,
+        mask: Array | None = None,
+    ) -> tuple[Array, RNNState]:
         """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
 
         Args:
             x: (B, T, inputs).
             state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
+            cu_seqlens: (N + 1,) offsets of N sequences packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding on any side: it leaves the state as it is, and its output is 0.
         """
-        x = jnp.asarray(x)
-        check_input(x, self.inputs, state, h=(self.hidden,), A=(self.hidden, self.hidden))
+        parts = dict(h=(self.hidden,), A=(self.hidden, self.hidden))
+        x, mask, finish = lay_out(self, jnp.asarray(x), state, mask, cu_seqlens, **parts)
         size, to = self.hidden, self.param_dtype
         W = self.param("W", lambda key: 0.05 * jnp.eye(size, dtype=to))
         C = self.param("C", uniform, (self.inputs, size), to)
@@ -80,38 +89,49 @@ class FastWeightRNN(nn.Module):
             norm = lambda drive: layer_norm(drive, scale["weight"], scale["bias"], jnp)  # noqa: E731
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         drive = jnp.moveaxis(x @ C + bias, 1, 0)  # (T, B, hidden)
+        tokens = drive, None if mask is None else mask.T
         T, B = drive.shape[:2]
         if state is None and self.hidden > T:
-            return self._attend(drive, W, lambda b, recall: settle(b, recall, f, self.inner_steps, norm))
+            h, last = self._attend(tokens, W, lambda b, recall: settle(b, recall, f, self.inner_steps, norm))
+            return finish(h), last
 
-        def move(state, drive):
-            h, A = state
-            h = settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0], f, self.inner_steps, norm)
-            return RNNState(h, self.decay * A + self.rate * h[:, :, None] * h[:, None, :]), h
+        def move(state, token):
+            (h, A), (drive, real) = state, token
+            h = keep(real, settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0], f, self.inner_steps, norm), h)
+            return RNNState(h, keep(real, self.decay * A + self.rate * h[:, :, None] * h[:, None, :], A)), h
 
         if state is None:
             state = RNNState(jnp.zeros((B, size), drive.dtype), jnp.zeros((B, size, size), drive.dtype))
-        last, h = lax.scan(move, RNNState(*state), drive)
-        return jnp.moveaxis(h, 0, 1), last
+        last, h = lax.scan(move, RNNState(*state), tokens)
+        return finish(jnp.moveaxis(h, 0, 1)), last
 
-    def _attend(self, drive, W, settle):
+    def step(self, x: Array, state: RNNState | None = None) -> tuple[Array, RNNState]:
+        """One token: x (B, inputs) -> (h, state): `network.apply(variables, x, state, method="step")`."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
+
+    def _attend(self, tokens, W, settle):
         """A g without A: rate * sum over past h of decay^age h (h . g).
 
         `past` (B, T, hidden) holds the last T hidden vectors, the newest last; before there were any, zeros.
         """
+        drive = tokens[0]
         T, B, _ = drive.shape
         weights = self.rate * self.decay ** jnp.arange(T - 1, -1, -1, dtype=drive.dtype)[:, None]
 
-        def move(past, drive):
+        def move(past, token):
+            drive, real = token
             recall = lambda g: ((past @ g[..., None]) * weights * past).sum(1)  # noqa: E731
             h = settle(drive + past[:, -1] @ W, recall)
-            return jnp.concatenate([past[:, 1:], h[:, None]], 1), None
+            # Without padding `past` itself is the output; a row that is padded keeps what it has.
+            return keep(real, jnp.concatenate([past[:, 1:], h[:, None]], 1), past), None if real is None else h
 
-        past = jnp.zeros((B, T, self.hidden), drive.dtype)
+        past, hidden = jnp.zeros((B, T, self.hidden), drive.dtype), None
         if T:
-            past, _ = lax.scan(move, past, drive)
+            past, hidden = lax.scan(move, past, tokens)
         h = past[:, -1] if T else jnp.zeros((B, self.hidden), drive.dtype)
-        return past, RNNState(h, jnp.swapaxes(past * weights, 1, 2) @ past)
+        outputs = past if hidden is None else jnp.moveaxis(hidden, 0, 1)
+        return outputs, RNNState(h, jnp.swapaxes(past * weights, 1, 2) @ past)
 
     def __repr__(self) -> str:
         return (

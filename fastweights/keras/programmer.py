@@ -12,7 +12,17 @@ from keras import KerasTensor, ops
 from fastweights.keras.dtypes import Tensor
 from fastweights.keras.framework import matmul
 from fastweights.keras.parameters import add_parameter
-from fastweights.keras.sequential import ACTIVATIONS, read_activation, scan, serialised, uniform
+from fastweights.keras.sequential import (
+    ACTIVATIONS,
+    keep,
+    lay_out,
+    read_activation,
+    real,
+    scan,
+    serialised,
+    uniform,
+    with_mask,
+)
 from fastweights.sequential import check_input, programmer_widths
 
 
@@ -58,14 +68,24 @@ class FastWeightProgrammer(keras.layers.Layer):
         """Make the weights; the shape of the input does not matter."""
         self.slow = add_parameter(self, "slow", uniform(self.inputs, sum(self.widths)))
 
-    def call(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def call(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
 
         Args:
             x: (B, T, inputs).
             state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+            cu_seqlens: (N + 1,) offsets of N sequences packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding on any side: it leaves the state as it is, and its output is 0.
         """
-        check_input(x, self.inputs, None if state is None else [state], W=(self.outputs, self.widths[1]))
+        given = None if state is None else [state]
+        x, mask, finish = lay_out(self, x, given, mask, cu_seqlens, W=(self.outputs, self.widths[1]))
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         written = matmul(x, self.slow)
         if self.width is None:
@@ -73,19 +93,31 @@ class FastWeightProgrammer(keras.layers.Layer):
         if state is None:
             state = ops.zeros((ops.shape(x)[0], self.outputs, self.widths[1]), written.dtype)
 
-        def move(W, written):
+        def move(W, token):
+            written, there = real(token, width)
             a, b, fast_x = ops.split(written, [self.outputs, self.outputs + self.widths[1]], -1)
-            W = f(W + a[:, :, None] * b[:, None, :])
+            W = keep(there, f(W + a[:, :, None] * b[:, None, :]), W)
             return W, (W @ fast_x[..., None])[..., 0]
 
-        state, y = scan(move, state, written, self.outputs)
-        return y, state
+        width = written.shape[-1]
+        state, y = scan(move, state, with_mask(written, mask), self.outputs)
+        return finish(y), state
 
-    def compute_output_spec(self, x, state=None):
+    def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One token: x (B, inputs) -> y (B, outputs) and the state."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
+
+    def compute_output_spec(self, x, state=None, cu_seqlens=None, mask=None):
         """Shapes and dtypes of what `call` returns, for a functional model."""
-        check_input(x, self.inputs)
+        check_input(x, self.inputs, mask=mask, cu_seqlens=cu_seqlens)
         (B, T, _), dtype = x.shape, self.compute_dtype
-        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((B, self.outputs, self.widths[1]), dtype)
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] and cu_seqlens.shape[0] - 1
+        return KerasTensor((B, T, self.outputs), dtype), KerasTensor((N, self.outputs, self.widths[1]), dtype)
+
+    def compute_mask(self, inputs, previous_mask):
+        """The mask of x is that of the output."""
+        return [previous_mask]  # a state has none
 
     def get_config(self) -> dict[str, Any]:
         """The arguments that make this layer again, for saving."""

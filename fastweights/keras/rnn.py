@@ -13,7 +13,17 @@ from keras import KerasTensor, ops
 from fastweights.keras.dtypes import Tensor
 from fastweights.keras.framework import matmul
 from fastweights.keras.parameters import add_parameter
-from fastweights.keras.sequential import ACTIVATIONS, read_activation, scan, serialised, uniform
+from fastweights.keras.sequential import (
+    ACTIVATIONS,
+    keep,
+    lay_out,
+    read_activation,
+    real,
+    scan,
+    serialised,
+    uniform,
+    with_mask,
+)
 from fastweights.sequential import RNNState, check_input, check_rates, layer_norm, settle
 
 
@@ -77,30 +87,46 @@ class FastWeightRNN(keras.layers.Layer):
             self.norm_weight = add_parameter(self, "norm_weight", np.ones(size))
             self.norm_bias = add_parameter(self, "norm_bias", np.zeros(size))
 
-    def call(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
+    def call(
+        self,
+        x: Tensor,
+        state: RNNState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, RNNState]:
         """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
 
         Args:
             x: (B, T, inputs).
             state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
+            cu_seqlens: (N + 1,) offsets of N sequences packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding on any side: it leaves the state as it is, and its output is 0.
         """
-        check_input(x, self.inputs, state, h=(self.hidden,), A=(self.hidden, self.hidden))
+        parts = dict(h=(self.hidden,), A=(self.hidden, self.hidden))
+        x, mask, finish = lay_out(self, x, state, mask, cu_seqlens, **parts)
         W = ops.convert_to_tensor(self.W)
         drive = matmul(x, self.C) + self.bias
         B, T, size = ops.shape(drive)
         if isinstance(T, int) and state is None and self.hidden > T:
-            return self._attend(drive, W)
+            h, last = self._attend(drive, mask, W)
+            return finish(h), last
 
-        def move(state, drive):
-            h, A = state
-            h = self._settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0])
-            return (h, self.decay * A + self.rate * h[:, :, None] * h[:, None, :]), h
+        def move(state, token):
+            (h, A), (drive, there) = state, real(token, size)
+            h = keep(there, self._settle(drive + h @ W, lambda g: (A @ g[..., None])[..., 0]), h)
+            return (h, keep(there, self.decay * A + self.rate * h[:, :, None] * h[:, None, :], A)), h
 
         start = (ops.zeros((B, size), drive.dtype), ops.zeros((B, size, size), drive.dtype)) if state is None else state
-        last, h = scan(move, tuple(start), drive)
-        return h, RNNState(*last)
+        last, h = scan(move, tuple(start), with_mask(drive, mask), size)
+        return finish(h), RNNState(*last)
 
-    def _attend(self, drive, W):
+    def step(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
+        """One token: x (B, inputs) -> h (B, hidden) and the state."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
+
+    def _attend(self, drive, mask, W):
         """A g without A: rate * sum over past h of decay^age h (h . g).
 
         `past` (B, T, hidden) holds the last T hidden vectors, the newest last; before there were any, zeros.
@@ -108,12 +134,13 @@ class FastWeightRNN(keras.layers.Layer):
         B, T, size = ops.shape(drive)
         weights = ops.convert_to_tensor(self.rate * self.decay ** np.arange(T - 1.0, -1, -1)[:, None], drive.dtype)
 
-        def move(past, drive):
+        def move(past, token):
+            drive, there = real(token, size)
             h = self._settle(drive + past[:, -1] @ W, lambda g: ops.sum((past @ g[..., None]) * weights * past, 1))
-            return ops.concatenate([past[:, 1:], h[:, None]], 1), h
+            return keep(there, ops.concatenate([past[:, 1:], h[:, None]], 1), past), h
 
         past = ops.zeros((B, T, size), drive.dtype)
-        past, h = scan(move, past, drive)
+        past, h = scan(move, past, with_mask(drive, mask), size)
         last = past[:, -1] if T else ops.zeros((B, size), drive.dtype)
         return h, RNNState(last, ops.swapaxes(past * weights, 1, 2) @ past)
 
@@ -123,12 +150,17 @@ class FastWeightRNN(keras.layers.Layer):
         norm = lambda x: layer_norm(x, self.norm_weight, self.norm_bias, ops)  # noqa: E731
         return settle(b, recall, f, self.inner_steps, norm if self.layer_norm else None)
 
-    def compute_output_spec(self, x, state=None):
+    def compute_output_spec(self, x, state=None, cu_seqlens=None, mask=None):
         """Shapes and dtypes of what `call` returns, for a functional model."""
-        check_input(x, self.inputs)
+        check_input(x, self.inputs, mask=mask, cu_seqlens=cu_seqlens)
         (B, T, _), size, dtype = x.shape, self.hidden, self.compute_dtype
-        state = RNNState(KerasTensor((B, size), dtype), KerasTensor((B, size, size), dtype))
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] and cu_seqlens.shape[0] - 1
+        state = RNNState(KerasTensor((N, size), dtype), KerasTensor((N, size, size), dtype))
         return KerasTensor((B, T, size), dtype), state
+
+    def compute_mask(self, inputs, previous_mask):
+        """The mask of x is that of the output."""
+        return [previous_mask]  # a state has none
 
     def get_config(self) -> dict[str, Any]:
         """The arguments that make this layer again, for saving."""

@@ -1,4 +1,4 @@
-"""What the sequential networks of Keras share: activations, a scan over tokens, and first weights."""
+"""What the sequential networks of Keras share: activations, a scan over tokens, padding, and first weights."""
 
 import math
 from collections.abc import Callable
@@ -6,9 +6,13 @@ from collections.abc import Callable
 import keras
 from keras import ops
 
+from fastweights import packed
+from fastweights.core import FastWeightError
 from fastweights.keras.dtypes import Tensor
+from fastweights.keras.framework import OPS
+from fastweights.keras.ops import _values
 from fastweights.keras.parameters import random_generator
-from fastweights.sequential import check_activation
+from fastweights.sequential import check_activation, check_input
 
 
 def _tanh(x):
@@ -50,6 +54,42 @@ def scan(move, carry, xs, width=None):
     else:
         carry, ys = ops.scan(move, carry, xs)
     return carry, ops.moveaxis(ys, 0, 1)
+
+
+def lay_out(network, x, state, mask, cu_seqlens, **parts):
+    """(x, mask, finish) as `packed.rows` has them, once the arguments of a call are checked.
+
+    A mask that an earlier layer made, such as Embedding's, is used where none is given.
+    """
+    if mask is None and cu_seqlens is None:
+        mask = getattr(x, "_keras_mask", None)  # which Keras hands over itself unless a state is given
+    mask, cu_seqlens = (None if a is None else ops.convert_to_tensor(a) for a in (mask, cu_seqlens))
+    offsets = None
+    if cu_seqlens is not None:
+        if not isinstance(x.shape[1], int):
+            raise FastWeightError(
+                f"x has shape {tuple(x.shape)}; expected a length that is known for cu_seqlens: "
+                "sequences are laid out while the graph is built"
+            )
+        offsets = _values(cu_seqlens)
+        offsets = None if offsets is None else offsets.tolist()
+    check_input(x, network.inputs, state, mask=mask, cu_seqlens=cu_seqlens, offsets=offsets, **parts)
+    return packed.rows(OPS, x, mask, cu_seqlens, lambda y: ops.cast(y, "int32"))
+
+
+def with_mask(tokens, mask):
+    """tokens (B, T, width) with the mask as one channel more, which `real` takes off again inside a scan."""
+    return tokens if mask is None else ops.concatenate([tokens, ops.cast(mask, tokens.dtype)[..., None]], -1)
+
+
+def real(token, width):
+    """(token (B, width), which rows are real, (B, 1)); the latter is None where there is no mask."""
+    return token[:, :width], token[:, width:] > 0 if token.shape[-1] > width else None
+
+
+def keep(real, new, old):
+    """new where a token is real, else old; real (B, 1), None where all are."""
+    return new if real is None else ops.where(ops.reshape(real, (-1, *[1] * (len(new.shape) - 1))), new, old)
 
 
 def read_activation(given):

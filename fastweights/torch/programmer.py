@@ -14,7 +14,7 @@ from fastweights.sequential import (
     check_input,
     programmer_widths,
 )
-from fastweights.torch.sequential import ACTIVATIONS
+from fastweights.torch.sequential import ACTIVATIONS, keep, read_packed, without_padding
 
 
 class FastWeightProgrammer(nn.Module):
@@ -61,23 +61,41 @@ class FastWeightProgrammer(nn.Module):
         """Draw the initial weights anew."""
         self.slow.reset_parameters()
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """y (B, T, outputs) and the fast weights W after x (B, T, inputs).
 
         Args:
             x: (B, T, inputs).
             state: (B, outputs, width of what the fast network reads), W of an earlier call; zeros when absent.
+            cu_seqlens: (N + 1,) offsets of N sequences packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding on any side: it leaves the state as it is, and its output is 0.
         """
-        check_input(x, self.inputs, None if state is None else [state], W=(self.outputs, self.widths[1]))
+        given, parts = None if state is None else [state], dict(W=(self.outputs, self.widths[1]))
+        check_input(x, self.inputs, given, mask=mask, cu_seqlens=cu_seqlens, **parts)
+        if cu_seqlens is not None:
+            return read_packed(self, x, state, cu_seqlens)
+        x = without_padding(x, mask)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         a, b, *made = self.slow(x).split(self.widths, -1)
         fast_x = made[0] if made else x
         W = a.new_zeros(x.shape[0], self.outputs, b.shape[-1]) if state is None else state
         outputs = []
         for t in range(x.shape[1]):
-            W = f(W + a[:, t, :, None] * b[:, t, None, :])
+            W = keep(None if mask is None else mask[:, t], f(W + a[:, t, :, None] * b[:, t, None, :]), W)
             outputs.append((W @ fast_x[:, t, :, None])[..., 0])
-        return torch.stack(outputs, 1) if outputs else a, W
+        return without_padding(torch.stack(outputs, 1), mask) if outputs else a, W
+
+    def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One token: x (B, inputs) -> y (B, outputs) and the state."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, width={self.width}, activation={self.activation!r}"

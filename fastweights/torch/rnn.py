@@ -18,7 +18,7 @@ from fastweights.sequential import (
     check_rates,
     settle,
 )
-from fastweights.torch.sequential import ACTIVATIONS
+from fastweights.torch.sequential import ACTIVATIONS, keep, read_packed, without_padding
 
 
 class FastWeightRNN(nn.Module):
@@ -84,14 +84,27 @@ class FastWeightRNN(nn.Module):
         if self.norm is not None:
             self.norm.reset_parameters()
 
-    def forward(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
+    def forward(
+        self,
+        x: Tensor,
+        state: RNNState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, RNNState]:
         """Hidden vectors (B, T, hidden) and the state after x (B, T, inputs).
 
         Args:
             x: (B, T, inputs).
             state: the `RNNState` of an earlier call, to go on with the same sequences; zeros when absent.
+            cu_seqlens: (N + 1,) offsets of N sequences packed into one row; each has its own state.
+            mask: (B, T) bool, False for padding on any side: it leaves the state as it is, and its output is 0.
         """
-        check_input(x, self.inputs, state, h=(self.hidden,), A=(self.hidden, self.hidden))
+        parts = dict(h=(self.hidden,), A=(self.hidden, self.hidden))
+        check_input(x, self.inputs, state, mask=mask, cu_seqlens=cu_seqlens, **parts)
+        if cu_seqlens is not None:
+            return read_packed(self, x, state, cu_seqlens)
+        x = without_padding(x, mask)
         f = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         B, T, _ = x.shape
         drive = x @ self.C + self.bias
@@ -101,33 +114,48 @@ class FastWeightRNN(nn.Module):
             A = drive.new_zeros(B, self.hidden, self.hidden)
         past: list[Tensor] = []
         for t in range(T):
-            recall = self._attention(past) if attend else self._matrix(A)
-            h = settle(drive[:, t] + h @ self.W, recall, f, self.inner_steps, self.norm)
+            recall = self._attention(past, mask) if attend else self._matrix(A)
+            real = None if mask is None else mask[:, t]
+            h = keep(real, settle(drive[:, t] + h @ self.W, recall, f, self.inner_steps, self.norm), h)
             past.append(h)
             if A is not None:
-                A = self.decay * A + self.rate * h[:, :, None] * h[:, None, :]
+                A = keep(real, self.decay * A + self.rate * h[:, :, None] * h[:, None, :], A)
         if A is None:
             A = drive.new_zeros(B, self.hidden, self.hidden)
             if past:
                 stacked = torch.stack(past, 1)
-                A = A + (stacked * self._weights(T, x)[:, None]).mT @ stacked
-        return torch.stack(past, 1) if past else drive, RNNState(h, A)
+                A = A + (stacked * self._weights(stacked, mask)).mT @ stacked
+        return without_padding(torch.stack(past, 1), mask) if past else drive, RNNState(h, A)
+
+    def step(self, x: Tensor, state: RNNState | None = None) -> tuple[Tensor, RNNState]:
+        """One token: x (B, inputs) -> h (B, hidden) and the state."""
+        y, state = self(x[:, None], state)
+        return y[:, 0], state
 
     def _matrix(self, A):
         """g -> A g, with the fast weights A (B, hidden, hidden) as a matrix."""
         return lambda g: (A @ g[..., None])[..., 0]
 
-    def _attention(self, past):
+    def _attention(self, past, mask):
         """A g without A: rate * sum over past h of decay^age h (h . g)."""
         if not past:
             return torch.zeros_like
         h = torch.stack(past, 1)
-        weights = self._weights(len(past), h)
-        return lambda g: ((h @ g[..., None]) * weights[:, None] * h).sum(1)
+        weights = self._weights(h, mask)
+        return lambda g: ((h @ g[..., None]) * weights * h).sum(1)
 
-    def _weights(self, n, like):
-        """(n,): rate * decay^age of the last n hidden vectors, the newest last."""
-        return self.rate * self.decay ** torch.arange(n - 1, -1, -1, dtype=like.dtype, device=like.device)
+    def _weights(self, h, mask):
+        """(1 or B, n, 1): rate * decay^age of the hidden vectors h (B, n, hidden), the newest last.
+
+        The age is counted in real tokens; those of padding have no weight.
+        """
+        n = h.shape[1]
+        if mask is None:
+            age = torch.arange(n - 1, -1, -1, dtype=h.dtype, device=h.device)
+            return self.rate * self.decay ** age[None, :, None]
+        real = mask[:, :n]
+        count = real.cumsum(1)
+        return (self.rate * real * self.decay ** (count[:, -1:] - count).to(h.dtype))[..., None]
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, inner_steps={self.inner_steps}"
