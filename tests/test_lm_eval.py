@@ -16,7 +16,7 @@ from fastweights.models.config import Config
 from fastweights.models.dynamic_evaluation import Dynamic
 from fastweights.models.language_model import LanguageModel
 from fastweights.text import report
-from fastweights.text.scores import Text, summary
+from fastweights.text.scores import Score, Text, curve, summary
 from fastweights.text.tokenizer import Bytes
 from fastweights.torch import NeuralCache, devices
 
@@ -109,6 +109,17 @@ def test_summary_counts_bytes(model, texts, tmp_path):
     assert 0 < found["compressors"]["gzip -9"] < 8
     assert found["modes"][0]["state_bytes"] == 0 < found["modes"][1]["state_bytes"]
     assert report.plot(scores, texts, model.tokenizer.lengths(), tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("n", [1, 300, 700, 1500, 5000])
+def test_the_curve_of_a_text_has_points_however_short(n):
+    """Each a mean over 512 bytes or more, where there are as many, and all together of the whole text."""
+    losses = np.random.default_rng(0).random(n)
+    x, y = curve(Score("static", [losses], 1.0, 0), [Text("", bytes(n), np.zeros(n, int), np.ones(n, int))], None)
+    assert len(x) == max(1, min(n // 512, len(x)))
+    assert (np.diff(x) > 0).all()
+    assert 0 < x[0] <= x[-1] <= n
+    assert losses.min() / math.log(2) <= y.min() <= losses.mean() / math.log(2) + 1e-12 <= y.max() + 2e-12
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")

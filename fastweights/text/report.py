@@ -96,7 +96,8 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path, memor
     axes, *below = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=[3, 2][:rows])[:, 0]
     for score in scores:
         x, y = curve(score, texts, lengths)
-        axes.plot(x, y, label=LABELS[score.mode], color=COLOURS[score.mode], linewidth=2)
+        style = dict(color=COLOURS[score.mode], linewidth=2, marker="o" if len(x) < 3 else None)  # one point is no line
+        axes.plot(x, y, label=LABELS[score.mode], **style)
     # Documents differ in length by orders of magnitude, so positions are on a logarithmic axis.
     axes.set_xscale("log", base=2)
     low, high = (math.log2(max(x, 1)) for x in axes.get_xlim())

@@ -1,6 +1,7 @@
 """How well documents were predicted: the losses of their tokens, in bits per byte and by position."""
 
 import gzip
+import itertools
 import lzma
 import math
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ def curve(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(positions, bits per byte there): positions grow geometrically, so that a logarithmic axis shows them evenly.
 
-    Spans with fewer than 512 bytes in all texts together are left out: their mean would be noise.
+    A span with fewer than 512 bytes in all texts together joins the one after it, and the last the one before: its
+    mean would be noise. A text that is too short is one span.
 
     Args:
         score: losses of one mode.
@@ -146,6 +148,11 @@ def curve(
     where = np.searchsorted(edges, at, side="right")
     bits = np.bincount(where, nats, len(edges) + 1) / math.log(2)
     total = np.bincount(where, sizes, len(edges) + 1)
-    middle = np.sqrt(np.r_[1, edges] * np.r_[edges, longest])
-    enough = total >= 512
-    return middle[enough], bits[enough] / total[enough]
+    ends = [0]
+    for end in range(1, len(total) + 1):
+        if total[ends[-1] : end].sum() >= 512:
+            ends.append(end)
+    ends[max(1, len(ends) - 1) :] = [len(total)]
+    bounds = np.r_[1, edges, max(1, longest)][ends]
+    sums = [(bits[a:b].sum(), total[a:b].sum()) for a, b in itertools.pairwise(ends)]
+    return np.sqrt(bounds[1:] * bounds[:-1]), np.array([nats / max(1, n) for nats, n in sums])
