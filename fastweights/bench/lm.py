@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -22,7 +21,6 @@ from fastweights.models.config import Config
 from fastweights.models.evaluation import SEGMENT
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch.tree import tensor_bytes
-from fastweights.training.objective import Objective, to_batch
 from fastweights.training.optimizer import make_optimizer
 
 MODELS = ("delta", "gated-delta")
@@ -34,7 +32,6 @@ SMOKE_LENGTHS = (64, 128)
 SMOKE_READ: dict[str, Any] = dict(dim=16, heads=2, depth=1)
 TOLERANCE = 1e-4  # of the loss
 VOCAB = 257
-PAPER = [(preset, vocab) for preset in ("paper-small", "paper-medium") for vocab in (33_278, 267_735)]  # WikiText's
 
 
 @dataclass
@@ -149,36 +146,6 @@ def _step(model: Any, loss: Callable[[], Tensor], config: Config) -> Call:
     return step
 
 
-def throughput(preset: str, vocab: int, device: str, repeats: int, **changes: Any) -> tuple[Timing, int]:
-    """Milliseconds of a training step of a preset on random words, bfloat16 on a GPU, and its tokens.
-
-    Args:
-        preset, changes: of `Config.of`.
-        vocab: number of words.
-        device: "cpu" or "cuda".
-        repeats: samples.
-    """
-    config = Config.of(preset, **changes)
-    torch.manual_seed(0)
-    model = LanguageModel(config, vocab).to(device)
-    objective, optimizer = Objective(model), make_optimizer(model, config)
-    # Random words take the same time as real ones.
-    words = np.random.default_rng(0).integers(vocab - 1, size=(config.batch, config.length + 1))
-    batch = to_batch(words, vocab - 1, device)
-    state = model.init_state(config.batch)
-
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss, _, _ = objective(*batch[:3], state, batch[3])
-        optimizer.zero_grad()
-        (loss / words[:, 1:].size).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-
-    step()
-    return interleave({"": step}, repeats=repeats, device=device)[""], words[:, 1:].size
-
-
 def reading(lengths: tuple[int, ...], repeats: int, sizes: dict[str, Any], advance: Callable) -> list[Reading]:
     """Documents read in segments, memory carried: delta, and a transformer that sees all of the document.
 
@@ -237,32 +204,6 @@ def show(trainings: list[Training], readings: list[Reading], console: Console) -
     lengths = list(readings[0].timings)
     table.add_row(f"x{max(lengths) // min(lengths)} tokens", *[f"x{r.ratio:.1f} time" for r in readings])
     console.print(table)
-
-
-def show_throughput(found: dict[tuple[str, int], tuple[Timing, int]], device: str, console: Console) -> None:
-    """Print tokens per second of the paper's models as a table."""
-    table = new_table(f"training on {device}")
-    table.add_column("preset")
-    for heading in ("words", "ms per step", "tokens per step", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for (preset, vocab), (timing, tokens) in found.items():
-        rate = 1000 * tokens / timing.median
-        table.add_row(preset, f"{vocab:,}", milliseconds(timing), f"{tokens:,}", f"{rate:,.0f}")
-    console.print(table)
-
-
-def throughput_payload(found: dict[tuple[str, int], tuple[Timing, int]]) -> list[dict[str, Any]]:
-    """The same, for JSON."""
-    return [
-        dict(
-            preset=preset,
-            words=vocab,
-            tokens=tokens,
-            tokens_per_second=1000 * tokens / timing.median,
-            milliseconds=timing_dict(timing),
-        )
-        for (preset, vocab), (timing, tokens) in found.items()
-    ]
 
 
 def payload(trainings: list[Training], readings: list[Reading]) -> dict[str, Any]:

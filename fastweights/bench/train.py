@@ -8,7 +8,7 @@ the same loss.
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "8 x 512": dict(depth=8, dim=512, heads=8, length=1024, batch=32),
     "12 x 768": dict(depth=12, dim=768, heads=12, length=1024, batch=32),
 }
+# The paper's models, timed where they are named: the presets of `fastweights train`, with mixers of their own.
+PAPER: dict[str, dict[str, Any]] = {name: dict(preset=name) for name in ("paper-small", "paper-medium")}
 SMOKE: dict[str, dict[str, Any]] = {"smoke": dict(depth=2, dim=16, heads=2, length=32, batch=2)}
-MODELS = ("gated-delta", "transformer")
+MODELS, HEADS = ("gated-delta", "transformer"), ("linear", "fwl")
 DOCUMENT = 15_000  # tokens
 TOLERANCE = 0.02  # relative, of the loss after the first steps, between eager and compiled in bfloat16
 WARM = 3
@@ -199,28 +201,33 @@ def measure(
 
 
 def cases(
-    sizes: dict[str, dict[str, Any]], models: Sequence[str], heads: Sequence[str], device: str, peers: bool
+    sizes: dict[str, dict[str, Any]],
+    models: Sequence[str] | None,
+    heads: Sequence[str] | None,
+    device: str,
+    peers: bool,
 ) -> list[tuple[str, Config, bool]]:
     """(size, configuration, whether a peer's block takes the mixer's place) of everything to time.
 
     Args:
-        sizes: settings by name of the size.
-        models: names of models; a transformer is timed with the first head only.
-        heads: output layers, "linear" or "fwl".
+        sizes: settings by name of the size, with a preset where they do not start from the laptop's.
+        models: names of models; a transformer is timed with the first head only. None: MODELS, or the preset's own.
+        heads: output layers, "linear" or "fwl". None: both, or the preset's own.
         device: on "cuda" each is timed eager and compiled.
         peers: also time FLA's DeltaNet, beside ours.
     """
     found = []
     for size, settings in sizes.items():
-        for model in models:
-            for head in heads if model != "transformer" else heads[:1]:
+        base = Config.of(**dict(preset="laptop") | settings)
+        laptop = "preset" not in settings
+        mine, outputs = models or (MODELS if laptop else [base.model]), heads or (HEADS if laptop else [base.head])
+        for model in mine:
+            for head in outputs if model != "transformer" else outputs[:1]:
                 for compiled in (False, True) if device == "cuda" else (False,):
-                    found.append(
-                        (size, Config.of("laptop", **settings, model=model, head=head, compile=compiled), False)
-                    )
+                    found.append((size, replace(base, model=model, head=head, compile=compiled), False))
         if peers:
             # ours and the peer's with the same head, both eager: the peer's layer reads no packed documents
-            both = Config.of("laptop", **settings, model="deltanet", head="linear", compile=False)
+            both = replace(base, model="deltanet", head="linear", compile=False)
             found += [(size, both, True)] if (size, both, False) in found else [(size, both, False), (size, both, True)]
     return found
 

@@ -15,7 +15,6 @@ from fastweights.files import write_json
 
 
 def lm(
-    device: On = Device.cpu,
     repeats: Repeats = None,
     smoke: Smoke = False,
     picture: Annotated[
@@ -23,8 +22,7 @@ def lm(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Time the language model: on a CPU a training step, and the reading of longer and longer documents; on a GPU
-    training steps of the paper's models.
+    """Time the language model on a CPU: a training step, and the reading of longer and longer documents.
 
     The step is timed beside the same model with Hugging Face's delta rule in place of ours, and gated-delta also beside
     Hugging Face's own model of the same sizes, Qwen3-Next without softmax layers or experts. All start from the same
@@ -32,20 +30,11 @@ def lm(
 
     For example: `fastweights bench lm --repeats 20`
     """
+    device = Device.cpu
     path = start("bench lm", device, "lm", smoke, json)
     from fastweights.bench import lm as bench_lm
     from fastweights.bench import report
 
-    # On a GPU the paper's models are timed as a whole; the comparisons below are for a CPU.
-    if device == Device.cuda:
-        with agreeing(len(bench_lm.PAPER)) as advance:
-            found = {}
-            for preset, vocab in bench_lm.PAPER[:1] if smoke else bench_lm.PAPER:
-                found[preset, vocab] = bench_lm.throughput(preset, vocab, device, repeats or (2 if smoke else 10))
-                advance(preset, 1)
-        bench_lm.show_throughput(found, device, Console())
-        write(path, report.payload(device) | {"training": bench_lm.throughput_payload(found)})
-        return
     settings, lengths = (bench_lm.SMOKE_TRAIN, bench_lm.SMOKE_LENGTHS) if smoke else (bench_lm.TRAIN, bench_lm.LENGTHS)
     samples = repeats or (2 if smoke else 10)
     rounds = min(3, samples)
@@ -63,14 +52,18 @@ def lm(
 
 def train(
     size: Annotated[
-        list[str] | None, typer.Option(help='Size to time: "0.9 M", "8 x 512" or "12 x 768"; repeatable.')
+        list[str] | None,
+        typer.Option(
+            help='Size to time: "0.9 M", "8 x 512" or "12 x 768"; repeatable. All three when absent. paper-small and '
+            "paper-medium are the paper's models."
+        ),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Mixer of every block; repeatable. gated-delta and transformer when absent."),
+        typer.Option(help="Mixer of every block; repeatable. gated-delta and transformer, or a paper's, when absent."),
     ] = None,
     head: Annotated[
-        list[str] | None, typer.Option(help="Output layer: linear or fwl; repeatable. Both when absent.")
+        list[str] | None, typer.Option(help="Output layer: linear or fwl; repeatable. Both, or a paper's, when absent.")
     ] = None,
     vocab: Annotated[int, typer.Option(min=3, help="Words of the vocabulary.")] = 257,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; the size's own when absent.")] = None,
@@ -96,13 +89,14 @@ def train(
     from fastweights.bench import train as bench_train
 
     # A misspelt size is said before anything is built.
-    sizes = bench_train.SMOKE if smoke else bench_train.SIZES
+    sizes = bench_train.SMOKE if smoke else bench_train.SIZES | bench_train.PAPER
     if unknown := [each for each in size or () if each not in sizes]:
         raise FastWeightError(f"--size is {unknown[0]!r}; expected one of {', '.join(map(repr, sizes))}")
     if peers and find_spec("fla") is None:
         raise FastWeightError("--peers needs flash-linear-attention, which is not installed")
     rows = {name: value for name, value in (("length", length), ("batch", batch)) if value}
-    sizes = {name: settings | rows for name, settings in sizes.items() if not size or name in size}
+    named = size or [name for name in sizes if name not in bench_train.PAPER]
+    sizes = {name: settings | rows for name, settings in sizes.items() if name in named}
     done: list[bench_train.Result] = []
 
     def told(r: bench_train.Result) -> None:  # minutes may lie between two: what is there is kept
@@ -111,7 +105,7 @@ def train(
         rate = f"{r.tokens_per_second:,.0f} tokens/s, {100 * r.share_of_peak:.1f} % of matrix peak"
         say(f"{r.size}, {r.model}, {r.head}, {r.how}: {rate}, ready after {r.ready:.1f} s")
 
-    asked = bench_train.cases(sizes, model or bench_train.MODELS, head or ("linear", "fwl"), device, peers)
+    asked = bench_train.cases(sizes, model, head, device, peers)
     with agreeing(len(asked)) as advance:
         steps = repeats or (3 if smoke else 9)
         results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance, tell=told)
