@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastweights.models.blocks import swiglu
 from fastweights.torch import hand_gradients
 
 
@@ -45,6 +46,7 @@ CASES = {
         lambda x, weight: 2 * plain_unit(x / 2) * weight,  # 4 wide, eps 4e-6 / 4
         [(2, 5, 4), (4,)],
     ),
+    "SwiGLU": (swiglu, lambda x: torch.nn.functional.silu(x[..., :3]) * x[..., 3:], [(2, 5, 6)]),
     "gated norm": (
         lambda x, gate, weight: hand_gradients.GatedNorm.apply(x, gate, weight, 1e-6, "silu")[0],
         lambda x, gate, weight: 2 * plain_unit(x / 2) * weight * torch.nn.functional.silu(gate),  # 4 wide, eps 4e-6 / 4

@@ -210,6 +210,8 @@ def _part(e: Any, forward: dict[int, str], kernel: str) -> str:
     """
     if kernel in _of_kernels():
         return _of_kernels()[kernel]
+    if "flex_attention" in kernel:  # a transformer's, in compiled blocks
+        return MEMORY
     names = [a.name for a in _above(e)]
     if any(name.startswith("Optimizer.") or "_foreach_" in name or "clip_grad" in name for name in names):
         return OPTIMISER

@@ -10,8 +10,60 @@ from fastweights.models.config import Config
 from fastweights.models.documents import Documents
 from fastweights.models.mixers import mixer
 from fastweights.torch.hand_gradients import HAS_TRITON, rms_norm
+from fastweights.torch.private import is_watched
 
 EPS = 1e-6  # of the norms
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(a) b of x = [a, b] along the last axis, and silu(a) for the backward pass, for training on a CPU.
+
+    The gradients of a and b are written side by side, where the plain form makes each and copies both.
+    """
+
+    @staticmethod
+    def forward(x):
+        """(y, silu(a))."""
+        a, b = x.chunk(2, -1)
+        gate = F.silu(a)
+        return gate * b, gate
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Keep x and silu(a), which is no output that can be differentiated."""
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        """The gradient of x."""
+        x, gate = ctx.saved_tensors
+        if dy is None:
+            return None
+        a, b = x.chunk(2, -1)
+        if torch.is_grad_enabled():  # a second derivative
+            y = F.silu(a) * b
+            return torch.autograd.grad(y, x, dy, create_graph=True)[0]
+        dx = torch.empty_like(x)
+        of_a, of_b = dx.chunk(2, -1)
+        torch.mul(dy, gate, out=of_b)
+        torch.mul(dy, b, out=of_a)
+        torch.ops.aten.silu_backward.grad_input(of_a, a, grad_input=of_a)
+        return dx
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(a) b of x = [a, b] along the last axis.
+
+    Examples:
+        >>> swiglu(torch.tensor([0.0, 1.0, 2.0, 3.0]))  # silu(0) 2 and silu(1) 3
+        tensor([0.0000, 2.1932])
+    """
+    if x.is_cpu and x.requires_grad and torch.is_grad_enabled() and not is_watched():
+        return SwiGLU.apply(x)[0]
+    a, b = x.chunk(2, -1)
+    return F.silu(a) * b
 
 
 class FeedForward(nn.Module):
@@ -43,11 +95,10 @@ class FeedForward(nn.Module):
         if not self.gated:
             return self.out(F.relu(x))
         if torch.compiler.is_compiling() and x.is_cuda and HAS_TRITON and torch.is_grad_enabled():
-            from fastweights.torch.kernels import swiglu
+            from fastweights.torch.kernels.swiglu import projected
 
-            return swiglu.projected(x, self.out.weight)
-        gate, x = x.chunk(2, -1)
-        return self.out(F.silu(gate) * x)
+            return projected(x, self.out.weight)
+        return self.out(swiglu(x))
 
 
 class Norm(nn.RMSNorm):
