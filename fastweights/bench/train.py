@@ -42,7 +42,7 @@ MODELS, HEADS = ("gated-delta", "transformer"), ("linear", "fwl")
 DOCUMENT = 15_000  # tokens
 TOLERANCE = 0.02  # relative, of the loss after the first steps, between eager and compiled in bfloat16
 WARM = 3
-PEER = "FLA"
+PEERS = {"deltanet": "DeltaNet", "gated-delta": "GatedDeltaNet"}  # FLA's layers with the parameters of ours
 
 
 @dataclass
@@ -90,13 +90,14 @@ def corpus(tokens: int, vocab: int) -> Corpus:
 
 
 class PeersMixer(nn.Module):
-    """FLA's DeltaNet, which reads whole rows: it takes no notice of pieces and carries nothing."""
+    """FLA's layer of the same kind, which reads whole rows: it takes no notice of pieces and carries nothing."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, model: str, dim: int, heads: int):
         super().__init__()
-        from fla.layers import DeltaNet
+        from fla import layers
 
-        self.layer = DeltaNet(hidden_size=dim, num_heads=heads, use_gate=False, use_short_conv=True, conv_size=4)
+        more = dict(use_gate=False) if model == "deltanet" else dict(head_dim=dim // heads, expand_v=1)
+        self.layer = getattr(layers, PEERS[model])(hidden_size=dim, num_heads=heads, conv_size=4, **more)
 
     def forward(self, x: Tensor, state: Any, pieces: Any, mask: Any = None) -> tuple[Tensor, Any]:
         """x (B, T, D) through the layer; state, pieces and mask belong to our layers and are not used."""
@@ -116,7 +117,7 @@ def _trainer(config: Config, vocab: int, device: str, peer: bool, texts: Corpus)
     model = LanguageModel(config, vocab)
     if peer:
         for block in model.blocks:
-            block.mixer = PeersMixer(config.dim, config.heads)
+            block.mixer = PeersMixer(config.model, config.dim, config.heads)
     return Trainer(config, Path(), texts, model.to(device), Ranks(device=device))
 
 
@@ -185,7 +186,7 @@ def measure(
             where = {part: ms * 1e3 * seconds / sum(where.values()) for part, ms in where.items()}
     return Result(
         size,
-        f"{PEER} DeltaNet" if peer else config.model,
+        f"FLA {PEERS[config.model]}" if peer else config.model,
         config.head,
         ran,
         sum(p.numel() for p in trainer.model.parameters()),
@@ -214,7 +215,7 @@ def cases(
         models: names of models; a transformer is timed with the first head only. None: MODELS, or the preset's own.
         heads: output layers, "linear" or "fwl". None: both, or the preset's own.
         device: on "cuda" each is timed eager and compiled.
-        peers: also time FLA's DeltaNet, beside ours.
+        peers: also time FLA's layers, after ours of the same kind.
     """
     found = []
     for size, settings in sizes.items():
@@ -225,10 +226,8 @@ def cases(
             for head in outputs if model != "transformer" else outputs[:1]:
                 for compiled in (False, True) if device == "cuda" else (False,):
                     found.append((size, replace(base, model=model, head=head, compile=compiled), False))
-        if peers:
-            # ours and the peer's with the same head, both eager: the peer's layer reads no packed documents
-            both = replace(base, model="deltanet", head="linear", compile=False)
-            found += [(size, both, True)] if (size, both, False) in found else [(size, both, False), (size, both, True)]
+            if peers and model in PEERS:  # with the first head, eager: the peer's layer reads no packed documents
+                found.append((size, replace(base, model=model, head=outputs[0], compile=False), True))
     return found
 
 

@@ -70,7 +70,8 @@ def train(
     batch: Annotated[int | None, typer.Option(min=1, help="Rows per step; the size's own when absent.")] = None,
     profile: Annotated[bool, typer.Option(help="Print what each part of a step costs.")] = True,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Time FLA's DeltaNet too, whose first step tunes itself for minutes.")
+        bool,
+        typer.Option("--peers", help="Time FLA's layer of the same kind too; its first step tunes itself for minutes."),
     ] = False,
     device: On = Device.cpu,
     repeats: Annotated[int | None, typer.Option(min=3, help="Steps per model; 9 when absent.")] = None,
