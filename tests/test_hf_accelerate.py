@@ -1,6 +1,7 @@
 """transformers' own hybrid models on our operation: the same logits, gradients and tokens as on theirs."""
 
 import copy
+import io
 import json
 
 import pytest
@@ -96,6 +97,29 @@ def test_a_copy_runs_by_itself_and_twice_is_once(model):
         assert not torch.equal(twin(tokens()).logits, before)
     accelerated.undo()
     assert all("forward" not in vars(layer) for layer in accelerated.layers)
+
+
+def test_it_is_pickled_and_compiled(model):
+    """What other processes get runs on our operation too; a compiler finds our names, not those that they stand for."""
+    want, file = model(tokens()).logits, io.BytesIO()
+    accelerate(model)
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+    assert not accelerate(twin).layers
+    compiled = torch.compile(lambda x: model(x, use_cache=False).logits, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens()), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_reads_packed_rows_as_each_alone(model):
+    x, offsets = tokens(1, 20), torch.tensor([0, 7, 20], dtype=torch.int32)
+    packed = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=13, max_length_k=13)
+    with accelerate(model), torch.no_grad():
+        want = torch.cat([model(x[:, :7]).logits, model(x[:, 7:]).logits], 1)
+        places = torch.cat([torch.arange(7), torch.arange(13)])[None]
+        got = model(x, position_ids=places, use_cache=False, **packed).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_rows_do_not_leak():

@@ -6,7 +6,7 @@ that name stands for ours; no other model and no weight changes, and `undo` take
 """
 
 import inspect
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,26 +69,20 @@ def accelerate(model: nn.Module) -> Accelerated:
     """
     found, changed = False, []
     for layer in model.modules():
-        own = inspect.unwrap(type(layer).forward)
-        names: dict[str, Any] = {name: gated_delta_rule for name in RULES if name in own.__code__.co_names}
-        if not names:
+        if _rebound(type(layer)) is None:
             continue
-        if CONVOLUTION in own.__code__.co_names:
-            names[CONVOLUTION] = convolution
         found = True
         if "forward" in layer.__dict__:
-            if getattr(layer.forward, "accelerated", False):
+            if isinstance(layer.forward, Forward):
                 continue
             raise FastWeightError(
                 f"{type(layer).__name__} has a forward of its own (a hook that moves weights, for example); expected "
                 "its class's: accelerate the model before anything else wraps its layers"
             )
-        layer.forward = MethodType(_rebound(own, names), layer)
-        changed.append(layer)
-        for norm in layer.children():
-            if _is_gated_norm(norm) and "forward" not in norm.__dict__:
-                norm.forward = MethodType(gated_norm, norm)
-                changed.append(norm)
+        norms = [norm for norm in layer.children() if _is_gated_norm(norm) and "forward" not in norm.__dict__]
+        for part in (layer, *norms):
+            part.forward = Forward(part)
+            changed.append(part)
     if not found:
         raise FastWeightError(
             f"{type(model).__name__} has no layer that computes a gated delta rule; expected a model of Qwen3-Next, "
@@ -97,16 +91,39 @@ def accelerate(model: nn.Module) -> Accelerated:
     return Accelerated(changed)
 
 
-def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
-    """A copy of a function in which some global names stand for something else.
+class Forward:
+    """The forward pass of one accelerated layer; a copy or a pickle of the layer has its own."""
+
+    def __init__(self, layer: nn.Module):
+        self.__setstate__(layer)
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        """What the layer's own forward pass gives."""
+        return self.run(self.layer, *args, **how)
+
+    def __getstate__(self) -> nn.Module:
+        return self.layer
+
+    def __setstate__(self, layer: nn.Module) -> None:
+        self.layer, self.run = layer, _rebound(type(layer)) or gated_norm
+
+
+def _rebound(kind: type[nn.Module]) -> FunctionType | None:
+    """A layer's own forward pass in which the names of the rule stand for ours; None for a layer that has none.
 
     The original, and the module that it is from, stay as they are: other models of the class are not changed.
     """
-    copy = FunctionType(
-        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__dict__["accelerated"] = True
+    own: Any = inspect.unwrap(kind.forward)
+    used = own.__code__.co_names if isinstance(own, FunctionType) else ()
+    names: dict[str, Any] = {name: gated_delta_rule for name in RULES if name in used}
+    if not names:
+        return None
+    if CONVOLUTION in used:
+        names[CONVOLUTION] = convolution
+    scope = own.__globals__ | names
+    scope.pop("__name__", None)  # by which torch.compile would look the names up where they stand for the original
+    copy = FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
+    copy.__kwdefaults__ = own.__kwdefaults__
     return copy
 
 
@@ -121,14 +138,17 @@ def gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Their function, by `fast_weight`: (output (B, T, H, V), state (B, H, K, V) where asked for, else None).
 
     query, key (B, T, H, K), or fewer heads that serve several each;  value (B, T, H, V);  g, their log decay, (B, T, H)
     or (B, T, H, K);  beta (B, T, H). Queries and keys become unit vectors where use_qk_l2norm_in_kernel says so, and
-    queries are then divided by sqrt(K).  chunk_size: theirs; ours has its own.
+    queries are then divided by sqrt(K).  chunk_size: theirs; ours has its own.  cu_seqlens: offsets of packed rows,
+    which Kimi Linear hands on under the name that models take them by, cu_seq_lens_q.
     """
+    cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
     wide = accumulation_dtype(value.dtype)
     q, k = query.to(wide), key.to(wide)
     scale = q.shape[-1] ** -0.5
@@ -186,6 +206,3 @@ def gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     x, z = (y.reshape(-1, y.shape[-1]) for y in (hidden_states, gate))
     y = hand_gradients.gated_norm(x, z, self.weight, self.variance_epsilon, self.activation)
     return y.view(hidden_states.shape)
-
-
-gated_norm.accelerated = True  # type: ignore[attr-defined]
