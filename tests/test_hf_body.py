@@ -172,11 +172,28 @@ def test_saved_and_loaded(tmp_path):
         (dict(where="middle", every=True), "every is True"),
         (dict(where="last"), "where names nothing"),  # of two layers
         (dict(where=["model.norm"]), "a matrix of real numbers"),
+        (dict(where=3), "where is 3; expected one of"),
+        (dict(every=8), "every is 8 without where; expected both"),
     ],
 )
 def test_what_cannot_learn_is_said(how, said):
     with pytest.raises(FastWeightError, match=said):
         attach(make("llama"), **how)
+
+
+def test_a_state_or_context_of_another_text_is_refused():
+    model, x = make("llama"), random_tokens(1, V)
+    attach(model, where="all", layer=False, cache=False)
+    state = model(x).fast_state
+    with pytest.raises(FastWeightError, match="fast_state is that of 1 texts; expected 2: one per row"):
+        model(x.expand(2, -1), fast_state=state)
+    for n in (-1, x.shape[1], True):
+        with pytest.raises(FastWeightError, match=f"fast_context is {n} .*expected 0 to {x.shape[1] - 1}"):
+            model(x, fast_context=n)
+    detach(model)
+    attach(model, where="middle", layer=False, cache=False)
+    with pytest.raises(FastWeightError, match=r"fast_state is of matrices .*the where that began it"):
+        model(x, fast_state=state)
 
 
 def test_inference_mode_is_refused():

@@ -96,7 +96,15 @@ def attach(
     )
     head = ResidualHead(settings, device=weight.device, dtype=accumulation_dtype(weight))
     body = None
+    if where is None and every != 1:
+        raise FastWeightError(
+            f"every is {every!r} without where; expected both: it says how often those matrices learn"
+        )
     if where is not None:
+        if not isinstance(where, Sequence):
+            raise FastWeightError(
+                f"where is {where!r}; expected one of {', '.join(map(repr, THIRDS))}, or names of matrices"
+            )
         if not 0 < body_step < math.inf:
             raise FastWeightError(f"body_step is {body_step}; expected a positive number")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -126,6 +126,8 @@ class FastBody:
             )
         self.names, self.step, self.every = names, step, every
         self.modules = [self._module(model, name) for name in names]
+        # (inputs, outputs) of each; GPT-2's own layers hold the transpose of what nn.Linear does
+        self.shapes = [tuple(m.weight.shape[:: -1 if isinstance(m, nn.Linear) else 1]) for m in self.modules]
         self.now = OfCall("now")  # the S of the pass
         self.handles = [m.register_forward_hook(partial(self._add, i)) for i, m in enumerate(self.modules)]
 
@@ -145,11 +147,23 @@ class FastBody:
 
     def init_state(self, batch: int) -> tuple[Tensor, ...]:
         """What the matrices have learned before the first token: zeros (B, inputs, outputs) of each."""
-        found = []
-        for m in self.modules:
-            shape = m.weight.shape[::-1] if isinstance(m, nn.Linear) else m.weight.shape  # GPT-2's own are transposed
-            found.append(torch.zeros(batch, *shape, device=m.weight.device, dtype=accumulation_dtype(m.weight)))
-        return tuple(found)
+        dtypes = (accumulation_dtype(m.weight) for m in self.modules)
+        return tuple(
+            torch.zeros(batch, *shape, device=m.weight.device, dtype=dtype)
+            for m, shape, dtype in zip(self.modules, self.shapes, dtypes, strict=True)
+        )
+
+    def check_state(self, learned: tuple[Tensor, ...], batch: int) -> None:
+        """Raise FastWeightError unless this was learned by these matrices, from as many texts."""
+        got = [tuple(S.shape[1:]) for S in learned]
+        if got != self.shapes:
+            raise FastWeightError(
+                f"fast_state is of matrices of shapes {got}; expected {self.shapes}: a text goes on with the model and "
+                "the where that began it"
+            )
+        texts = len(learned[0])
+        if texts != batch:
+            raise FastWeightError(f"fast_state is that of {texts} texts; expected {batch}: one per row of tokens")
 
     def _add(self, i: int, module: nn.Module, given: tuple, out: Tensor) -> Tensor | None:
         """out + x S: what the layer answers by what the text has taught it.

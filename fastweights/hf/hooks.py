@@ -130,6 +130,11 @@ class Hooks:
                 "input_ids is missing; expected tokens: an attached head learns from them, "
                 "inputs_embeds do not say which they are"
             )
+        if isinstance(context, bool) or not isinstance(context, int) or not 0 <= context < max(1, tokens.shape[1]):
+            raise FastWeightError(
+                f"fast_context is {context!r} with tokens {tuple(tokens.shape)}; expected 0 to {tokens.shape[1] - 1}: "
+                "the number of first tokens that were read before, and at least one is new"
+            )
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
         # A cache that nothing is in yet may make its layers as the model asks for them: ours comes after, in `leave`.
         if state is None and cache is not None and getattr(cache, "layers", None) != []:
@@ -160,6 +165,7 @@ class Hooks:
         had them in `_end_body` or, after an error, in `leave`.
         """
         learned = call.state.body or body.init_state(len(call.tokens))
+        body.check_state(learned, len(call.tokens))
         if learn:
             if torch.is_inference_mode_enabled():
                 raise FastWeightError(
