@@ -6,6 +6,7 @@ from oracle import assert_close
 
 from fastweights import FastWeightError
 from fastweights.torch import FastWeightProgrammer, FastWeightRNN
+from fastweights.torch.tree import map_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def same(got, want):
 
 
 NETWORKS = [
-    lambda: FastWeightRNN(3, 40, inner_steps=2, decay=0.8, dtype=torch.float64),  # attends to its past
+    lambda: FastWeightRNN(3, 40, inner_steps=2, decay=0.8, rate=0.3, dtype=torch.float64),  # attends to its past
     lambda: FastWeightRNN(3, 4, inner_steps=2, decay=0.8, dtype=torch.float64),
     lambda: FastWeightProgrammer(3, 4, dtype=torch.float64),
     lambda: FastWeightProgrammer(3, 4, width=5, activation="sigmoid", dtype=torch.float64),
@@ -123,6 +124,9 @@ def test_padding_and_packing_are_each_sequence_alone(make, carried):
     grads = torch.autograd.grad(y.sin().sum() + sum(a.sum() for a in state), [x, *network.parameters()])
     assert all(g.isfinite().all() for g in grads)
     assert (grads[0][~mask] == 0).all()
+    low, at = network.to(torch.bfloat16), lambda s: None if s is None else map_tensors(lambda a: a.bfloat16(), s)
+    assert low(x.detach().bfloat16(), at(before), mask=mask)[0].dtype == torch.bfloat16
+    network.to(torch.float64)
     empty, same_state = network(torch.zeros(1, 0, 3).double(), before, cu_seqlens=torch.zeros(5, dtype=torch.long))
     assert empty.shape == (1, 0, y.shape[-1])
     if carried:

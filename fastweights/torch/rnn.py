@@ -155,7 +155,8 @@ class FastWeightRNN(nn.Module):
             return self.rate * self.decay ** age[None, :, None]
         real = mask[:, :n]
         count = real.cumsum(1)
-        return (self.rate * real * self.decay ** (count[:, -1:] - count).to(h.dtype))[..., None]
+        age = (count[:, -1:] - count).to(h.dtype)
+        return (self.rate * self.decay**age * real.to(h.dtype))[..., None]
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.hidden}, decay={self.decay}, rate={self.rate}, inner_steps={self.inner_steps}"
