@@ -6,15 +6,17 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
 from fastweights.lm.generation import Sampling
 from fastweights.lm.training import train
-from fastweights.models import flex
+from fastweights.models import flex, mixers
 from fastweights.models.compiled import compile_blocks, decide
 from fastweights.models.config import Config
 from fastweights.models.decoding import Decoder
+from fastweights.models.documents import Documents
 from fastweights.models.language_model import LanguageModel
 from fastweights.torch import fwl_train, graphs
 from fastweights.torch.tree import flatten
@@ -233,8 +235,33 @@ def test_flex_attention_sees_what_masked_attention_sees():
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled here
-        got = flex.attend(q, k, v, W, held, starts)
+        got = flex.attend(q, k, v, flex.look(W, held, starts, 8))
     torch.testing.assert_close(got, want)
+
+
+def test_compiled_blocks_of_a_transformer_share_what_they_see(monkeypatch):
+    """The way that a GPU takes, here: windows carried from step to step, documents that start inside a row."""
+    monkeypatch.setattr(mixers, "LONG", 1)
+    monkeypatch.setattr(mixers, "HAS_TRITON", False)
+    monkeypatch.setattr(mixers, "on_gpu", lambda x: True)
+    monkeypatch.setattr(flex, "BLOCK", 4)
+    torch.manual_seed(0)
+    model = LanguageModel(Config(model="transformer", head="linear", dim=16, heads=2, depth=2, length=12), 9)
+    rows, starts = torch.randint(0, 8, (3, 2, 13)), np.zeros((3, 2, 12), bool)
+    starts[0, :, 0] = starts[1, 1, 7] = starts[2, 0, 2] = True
+    losses: dict[bool, list[float]] = {}
+    for compiled in (False, True):
+        state = model.init_state(2)
+        if compiled:
+            compile_blocks(model, backend="eager")
+        for row, start in zip(rows, starts, strict=True):
+            documents = Documents.of(start, even=compiled)
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # FlexAttention says that it is not compiled here
+                found = model.score(row[:, :-1], row[:, 1:], state, documents=documents)
+            state = found.state
+            losses.setdefault(compiled, []).append(float(found.loss.sum()))
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)
 
 
 def test_a_token_is_drawn_as_often_as_it_is_likely():

@@ -21,6 +21,7 @@ class Documents(NamedTuple):
         whole: no row is cut.
         even: the same with empty documents at the end, so that N is nearly always the same, for compiled blocks.
         most: the most documents in a row; 0 where it was not asked for.
+        seen: what queries of softmax attention see, the same in all compiled blocks (`flex.Seen`).
 
     Examples:
         >>> documents = Documents.of(np.array([[0, 0, 1, 0], [1, 0, 0, 0]], bool))
@@ -36,6 +37,7 @@ class Documents(NamedTuple):
     whole: bool
     even: Any = None
     most: int = 0
+    seen: Any = None
 
     @classmethod
     def of(cls, starts: np.ndarray, device: Any = None, *, even: bool = False) -> "Documents":

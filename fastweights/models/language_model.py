@@ -19,6 +19,7 @@ from fastweights.models.blocks import EPS, Block, Norm
 from fastweights.models.config import Config
 from fastweights.models.documents import Documents
 from fastweights.models.memory import Memory
+from fastweights.models.mixers import look
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, fwl_train
 from fastweights.torch.dtypes import autocast_dtype
@@ -119,6 +120,7 @@ class LanguageModel(nn.Module):
         more = None
         if even is not None:  # what a feed-forward layer adds, the next block adds, in the pass that reads it
             more = torch.zeros_like(x, dtype=autocast_dtype(x), requires_grad=x.requires_grad)
+            even = even._replace(seen=look(self.blocks, blocks, even))
         for block, memory in zip(self.blocks, blocks, strict=True):
             if even is None:
                 x, memory = call(Block.__call__, block, x, memory, documents)

@@ -4,6 +4,7 @@ The state holds what a mixer knows of the tokens before x, B rows of it; None is
 where they start inside x; `mask` (B, T) is False for padding, on any side and whatever it holds.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -98,21 +99,19 @@ class SoftmaxMixer(nn.Module):
         p = self._projected(x)
         q, k, v = self._qkv(p, state)
         at = torch.arange(W + T, device=x.device)
-        if torch.compiler.is_compiling() and x.is_cuda and W and documents is not None and T >= LONG:
+        if documents is not None and documents.seen is not None:
             from fastweights.models import flex
 
-            count = documents.kept(state.held)
-            turns = angles(q, W + T, q.shape[-1] // 2)
-            carried = state.k.requires_grad or state.v.requires_grad
-            if HAS_TRITON and not carried:
+            turns = documents.seen.turns
+            if HAS_TRITON and not (state.k.requires_grad or state.v.requires_grad):
                 from fastweights.torch.kernels import rotary
 
                 turned = rotary.turned(p, state.k, state.v, turns, rotate)
             else:
                 q, keys = rotate(q, turns[:, W:]), rotate(k, turns)
                 turned = q.transpose(1, 2), keys.transpose(1, 2), v.transpose(1, 2)
-            y = flex.attend(*turned, self.window, count, documents.starts, carried=carried)
-            age = self._age(count, documents, at[:T])
+            y = flex.attend(*turned, documents.seen)
+            age = self._age(documents.kept(state.held), documents, at[:T])
             return self.out_proj(y.transpose(1, 2).flatten(2)), self._remember(k, v, age)
         back = at[W:, None] - at  # (T, W + T): how many tokens ago
         seen = ((back >= 0) & (back <= self.window))[None]
@@ -184,6 +183,23 @@ class SoftmaxMixer(nn.Module):
         shape = batch, self.window, self.heads, like.shape[0] // self.heads
         empty = like.new_zeros(shape, dtype=autocast_dtype(like) or like.dtype)
         return SoftmaxState(empty, empty.clone(), like.new_zeros(batch, dtype=torch.long))
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether compiled FlexAttention runs where x is."""
+    return x.is_cuda
+
+
+def look(blocks: Iterable[Any], states: Iterable[Any], documents: Documents) -> Any:
+    """What queries of softmax attention see in all compiled blocks, a `flex.Seen`; None where a mask is as good."""
+    for block, state in zip(blocks, states, strict=True):
+        if isinstance(state, SoftmaxState) and on_gpu(state.k) and documents.starts.shape[1] >= LONG:
+            from fastweights.models import flex
+
+            k, v, held = state
+            carried = k.requires_grad or v.requires_grad
+            return flex.look(block.mixer.window, documents.kept(held), documents.starts, k.shape[-1], carried=carried)
+    return None
 
 
 class LSTMState(NamedTuple):
