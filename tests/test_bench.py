@@ -107,6 +107,30 @@ def test_a_peer_that_crashes_is_left_out_but_our_crash_is_raised():
         agree.check(TINY, [replace(peer, peer=False)], TINY.tensors())
 
 
+def test_a_peers_layer_that_does_not_run_is_left_out_of_bench_train(monkeypatch):
+    from fastweights.bench import train
+
+    def broken(*sizes):
+        raise RuntimeError("Triton is too old")
+
+    monkeypatch.setattr(train, "PeersMixer", broken)
+    asked = train.cases(train.SMOKE, ["gated-delta"], ["linear"], "cpu", peers=True)
+    said: list[str] = []
+    how = dict(repeats=3, profile=False, advance=lambda *done: None, leave=said.append)
+    assert [r.model for r in train.run(asked, 257, "cpu", **how)] == ["gated-delta"]
+    assert said == ["smoke, FLA GatedDeltaNet is left out: RuntimeError: Triton is too old"]
+
+
+def test_bench_train_has_the_papers_models_with_layers_of_their_own():
+    from fastweights.bench import train
+
+    (_, small, _), (_, compiled, _) = train.cases(
+        {"paper-small": train.PAPER["paper-small"]}, None, None, "cuda", False
+    )
+    assert (small.model, small.head, small.depth, small.dim, small.batch) == ("delta-network", "linear", 16, 128, 96)
+    assert (small.compile, compiled.compile) == (False, True)
+
+
 def test_peers_say_why_they_do_not_take_part(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     for peer in peers.PEERS:

@@ -240,6 +240,7 @@ def run(
     profile: bool,
     advance: Advance,
     tell: Callable[[Result], None] = lambda result: None,
+    leave: Callable[[str], None] = lambda why: None,
 ) -> list[Result]:
     """Everything, one after the other; raises where eager and compiled disagree.
 
@@ -251,10 +252,18 @@ def run(
         profile: also by part of the model.
         advance: moves a progress bar.
         tell: called with each result as it comes.
+        leave: called with the reason where a peer's layer does not run.
     """
     results: list[Result] = []
     for size, config, peer in asked:
-        result = measure(size, config, vocab, device, repeats=repeats, peer=peer, profile=profile)
+        try:
+            result = measure(size, config, vocab, device, repeats=repeats, peer=peer, profile=profile)
+        except Exception as why:
+            if not peer:
+                raise
+            leave(f"{size}, FLA {PEERS[config.model]} is left out: {type(why).__name__}: {why}")
+            advance(f"{size}, {config.model}", 1)
+            continue
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -109,7 +109,8 @@ def train(
     asked = bench_train.cases(sizes, model, head, device, peers)
     with agreeing(len(asked)) as advance:
         steps = repeats or (3 if smoke else 9)
-        results = bench_train.run(asked, vocab, device, repeats=steps, profile=profile, advance=advance, tell=told)
+        how = dict(repeats=steps, profile=profile, advance=advance, tell=told, leave=say)
+        results = bench_train.run(asked, vocab, device, **how)
     bench_train.show(results, device, Console())
     say(f"Written to {path}")
 
