@@ -196,26 +196,32 @@ class FastBody:
 
     def gradients(
         self, x: Tensor, labels: Tensor, real: Tensor | None, output: Any, learned: tuple[Tensor, ...], *, keep: bool
-    ) -> tuple[Tensor, ...]:
-        """Gradients by `learned`, with which features x (B, n, D) were made, of the mean loss of labels (B, n).
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The model's own losses of labels (B, n), and the gradients of their mean by `learned`, with which features x
+        (B, n, D) were made.
 
-        real (B, n): False for pairs that are padding.  output: the output embedding.  keep: the caller needs x's graph.
+        real (B, n): False for pairs that teach nothing, such as padding.  output: the output embedding.  keep: the
+        caller needs x's graph.
         """
         bias = getattr(output, "bias", None)
         with torch.no_grad():
             bias = x.new_zeros(len(output.weight)) if bias is None else bias
             # r is the gradient of each token's loss by its features; 1 / count makes the loss a mean per text.
-            _, r = cross_entropy.head(x.detach(), output.weight.mT, bias, labels)
+            losses, r = cross_entropy.head(x.detach(), output.weight.mT, bias, labels)
             count = (torch.ones_like(labels) if real is None else real).to(r.dtype)
             r = r * (count / count.sum(1, keepdim=True).clamp(min=1))[..., None]
-        return torch.autograd.grad(x, learned, r.to(x.dtype), retain_graph=keep)
+        return losses, torch.autograd.grad(x, learned, r.to(x.dtype), retain_graph=keep)
 
     @torch.no_grad()
     def after(self, learned: tuple[Tensor, ...], gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What is known after a step: each matrix changes by e |W| G / |G|, those of a shape together."""
+        """What is known after a step: each matrix changes by e |W| G / |G|.
+
+        On a GPU those of a shape go together, in few launches; on a CPU one by one, so that each stays in its cache.
+        """
         found: dict[int, Tensor] = {}
-        for shape in dict.fromkeys(g.shape for g in gradients):
-            alike = [i for i, g in enumerate(gradients) if g.shape == shape]
+        kinds = [(g.shape, None if g.is_cuda else i) for i, g in enumerate(gradients)]
+        for kind in dict.fromkeys(kinds):
+            alike = [i for i, other in enumerate(kinds) if other == kind]
             change = balanced(torch.stack([gradients[i] for i in alike]))
             lengths = torch.stack(private.norm_of_all([self.modules[i].weight for i in alike]))
             change *= (-self.step * lengths.to(change.dtype))[:, None, None, None]

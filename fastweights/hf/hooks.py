@@ -203,7 +203,7 @@ class Hooks:
             real = None if mask is None else mask[:, first : T - 1] & mask[:, first + 1 :]
             with torch.enable_grad():
                 read = x[:, first : T - 1]
-            found = body.gradients(read, call.tokens[:, first + 1 :], real, self.output, learned, keep=call.grad)
+            _, found = body.gradients(read, call.tokens[:, first + 1 :], real, self.output, learned, keep=call.grad)
             learned = body.after(learned, found)
         call.state = call.state._replace(body=tuple(S.detach() for S in learned))
         return x if call.grad else x.detach()

@@ -24,11 +24,13 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, WINDOW, attached, using
 from fastweights.hf.loading import read_corpus, row_of
-from fastweights.hf.windows import ROWS, Reading, Windows, groups
+from fastweights.hf.windows import ROWS, Reading, Windows
 from fastweights.text.scores import Score, Text
 from fastweights.torch import cross_entropy, graphs, watching
 from fastweights.torch.cache import NeuralCache
+from fastweights.torch.cache_sight import CacheState
 from fastweights.torch.devices import watch_memory
+from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics, token_losses
 from fastweights.torch.tree import tensor_bytes
 
@@ -103,56 +105,57 @@ def score(
 @torch.no_grad()
 def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
     """Losses (T,) of a text (1, T + 1), windows of equal lengths several at a time; nothing is carried."""
-    spans = list(how.spans(row.shape[1] - 1))
-    return torch.cat([_windows(model, row, group) for group in groups(spans)]), 0
-
-
-def _windows(model: Any, row: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
-    """Losses of windows of equal lengths, one after the other."""
-    keep = spans[0][2] - spans[0][1]
-    tokens = torch.cat([row[:, first:stop] for first, _, stop in spans])
-    labels = torch.cat([row[:, start + 1 : stop + 1] for _, start, stop in spans])
-    logits = model(tokens, use_cache=False, logits_to_keep=keep).logits[:, -keep:]
-    return token_losses(logits, labels).flatten()
+    windows = Windows(model, row)
+    return torch.cat([windows.losses(spans) for spans in windows.groups(how)]), 0
 
 
 @torch.no_grad()
 def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
     """Head, cache and matrices inside the model: several windows are read at once, as in `_static`.
 
-    The labels are known, so that no logits are held; the losses are those of `_attached`. The cache, which asks the
-    device how many keys match, scores several windows at once, after the model has read the next: nobody waits for the
-    head, and windows that are read alone because they teach cost the cache no call of their own.
+    The labels are known, so that no logits are held; the losses are those of `_attached`. The cache scores as many
+    tokens at a time, also where a window that teaches was read alone.
     """
     head = attached(model)
-    cache: Any = head.hooks.cache if parts.get("cache", True) else None  # type: ignore[union-attr]
+    hooks: Any = head.hooks
+    cache, layer = (hooks.cache if parts.get("cache", True) else None), parts.get("head", True)
     output = model.get_output_embeddings()
     weight, bias = output.weight, getattr(output, "bias", None)
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     state = head.init_state(1)
     learned, cached, losses = (state.dense1, state.dense2), None, []
     behind: list[tuple[Tensor, Tensor, Tensor]] = []
-    hooks: Any = head.hooks
     windows = Windows(model, row, hooks.body if parts.get("body", True) else None)
-    for spans in [*windows.groups(how), None]:
-        x: Any = None if spans is None else windows.features(spans)
-        if spans is None or sum(labels.shape[1] for _, labels, _ in behind) >= ROWS * how.stride:
-            *read, loss = (torch.cat(some, 1) for some in zip(*behind, strict=True))
-            if cache is not None:
-                loss, cached = cache.score(*read, loss, cached)
-            losses.append(loss[0])
-            behind = []
-        if spans is None:
-            break
+    all_spans = list(windows.groups(how))
+    for spans in all_spans:
+        x, *loss = windows.read(spans, losses=not layer)
         labels = row[:, spans[0][1] + 1 : spans[-1][2] + 1]
-        if not parts.get("head", True):
-            loss = cross_entropy.loss(x, weight.mT, bias, labels)
-        elif not parts.get("learn", True):
-            loss = cross_entropy.loss(head.features(x), weight.mT, bias, labels)
+        if layer and parts.get("learn", True):
+            own, learned = _score(head, x, labels, weight, bias, learned)
         else:
-            loss, learned = _score(head, x, labels, weight, bias, learned)
-        behind.append((x, labels, loss))
-    return torch.cat(losses), tensor_bytes((state if parts.get("head", True) else None, cached, windows.learned))
+            own = cross_entropy.loss(head.features(x), weight.mT, bias, labels) if layer else loss[0]
+        behind.append((x, labels, own))
+        if spans is all_spans[-1] or sum(labels.shape[1] for _, labels, _ in behind) >= ROWS * how.stride:
+            *read, own = (torch.cat(some, 1) for some in zip(*behind, strict=True))
+            if cache is not None:
+                own, cached = _mix(cache, *read, own, cached)
+            losses.append(own[0])
+            behind = []
+    return torch.cat(losses), tensor_bytes((state if layer else None, cached, windows.learned))
+
+
+def _mix(cache, x, labels, own, state):
+    """`cache.score` of a row, on a GPU as a CUDA graph."""
+
+    def run(x, labels, own, *state):
+        losses, after = cache.score(x, labels, own, CacheState(*state))
+        return losses, after.keys, after.labels, after.filled, after.scores
+
+    if state is None:
+        state = cache.init_state(len(x), x.shape[-1], device=x.device, dtype=accumulation_dtype(x))
+    key = "cache", repr(cache), torch.get_float32_matmul_precision()
+    losses, *after = graphs.call(key, partial(run), (x, labels, own, *state[:4]))
+    return losses, CacheState(*after)
 
 
 def _score(head, x, labels, weight, bias, learned):

@@ -15,8 +15,9 @@ from torch import Tensor
 from fastweights.core import FastWeightError
 from fastweights.hf.body import FastBody, teaches
 from fastweights.hf.head_training import body
-from fastweights.torch import graphs
-from fastweights.torch.dynamic import GradientStatistics
+from fastweights.torch import cross_entropy, graphs
+from fastweights.torch.dynamic import GradientStatistics, token_losses
+from fastweights.torch.held_overlapped import Beside
 
 ROWS = 8  # windows that are read side by side
 Span = tuple[int, int, int]
@@ -56,21 +57,22 @@ class Reading:
 def groups(spans: list[Span], every: int | None = None) -> Iterator[list[Span]]:
     """Spans of windows that are read side by side: neighbours of equal lengths, ROWS at most.
 
-    every: windows to a step of matrices inside the model; one that they learn from is read alone.
+    every: windows to a step of matrices inside the model; one that they learn from is the last of its group.
 
     Examples:
         >>> [len(group) for group in groups(list(Reading(4, 2).spans(40)))]
         [1, 8, 8, 3]
         >>> [len(group) for group in groups(list(Reading(4, 2).spans(40)), every=8)]
-        [1, 1, 1, 1, 3, 1, 7, 1, 4]
+        [1, 1, 2, 4, 8, 4]
     """
+    taught = (every is not None and teaches(number, every) for number in range(1, len(spans) + 1))
+    steps = itertools.accumulate(taught, initial=0)  # before each window
 
     def alike(numbered: tuple[int, Span]) -> tuple[int, ...]:
-        number, (first, start, stop) = numbered
-        alone = every is not None and teaches(number, every)
-        return stop - first, stop - start, number if alone else 0
+        step, (first, start, stop) = numbered
+        return stop - first, stop - start, step
 
-    for _, group in itertools.groupby(enumerate(spans, 1), alike):
+    for _, group in itertools.groupby(zip(steps, spans, strict=False), alike):
         rows = [span for _, span in group]
         yield from (rows[i : i + ROWS] for i in range(0, len(rows), ROWS))
 
@@ -90,50 +92,83 @@ class Windows:
         """Spans to be read side by side, in the order of the text."""
         return groups(list(how.spans(self.row.shape[1] - 1)), None if self.fast is None else self.fast.every)
 
-    def features(self, spans: list[Span]) -> Tensor:
-        """Features (1, n, D) of the n tokens that the windows of these spans answer, one window after the other.
+    def losses(self, spans: list[Span]) -> Tensor:
+        """Losses (n,) of the n tokens that the windows of these spans answer, by the logits of the model itself."""
+        tokens, labels = self._tokens(spans)
+        return self._call(self._answer, labels.shape[1], tokens, labels)[0].flatten()
 
-        The chosen matrices learn from a window after it is read, where it is one that teaches, as they do in forward
-        passes of the model (hooks.py).
+    def read(self, spans: list[Span], *, losses: bool = True) -> list[Tensor]:
+        """Features (1, n, D) of the n tokens that the windows of these spans answer, and the model's losses (1, n).
+
+        The chosen matrices learn from the last of these windows after it is read, where it is one that teaches, as they
+        do in forward passes of the model (hooks.py).
+
+        Args:
+            spans: of one group.
+            losses: whether they are wanted; without, there are only the features.
         """
-        keep = spans[0][2] - spans[0][1]
-        tokens = torch.cat([self.row[:, first:stop] for first, _, stop in spans])
-        learned = () if self.learned is None else self.learned
+        tokens, labels = self._tokens(spans)
         self.passes += len(spans)
+        inputs = (tokens, labels, *(self.learned or ()))
         if self.fast is None or not teaches(self.passes, self.fast.every) or tokens.shape[1] < 2:
-            (x,) = self._call(self._read, keep, tokens, *learned)
+            found = self._call(self._read, losses, *inputs)
         else:
-            x, *gradients = self._call(self._teach, keep, tokens, *learned)
-            if gradients:
-                self.learned = self.fast.after(learned, gradients)
-        return x.flatten(0, 1)[None]
+            both = self._call(self._teach, losses, *inputs)
+            found, self.learned = both[: 1 + losses], both[1 + losses :]
+        return [x.flatten(0, 1)[None] for x in found]
 
-    def _read(self, keep: int, tokens: Tensor, *learned: Tensor) -> tuple[Tensor]:
-        """Features (B, keep, D) of the last tokens of windows (B, n)."""
+    def _tokens(self, spans):
+        """Tokens (B, n) of windows of equal lengths, and the labels (B, k) of those that they answer."""
+        tokens = torch.cat([self.row[:, first:stop] for first, _, stop in spans])
+        return tokens, torch.cat([self.row[:, start + 1 : stop + 1] for _, start, stop in spans])
+
+    def _answer(self, keep: int, tokens: Tensor, labels: Tensor) -> tuple[Tensor]:
+        """Losses (B, k) of windows, as the model answers by itself."""
+        return (token_losses(self.model(tokens, use_cache=False, logits_to_keep=keep).logits[:, -keep:], labels),)
+
+    def _read(self, losses: bool, tokens: Tensor, labels: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
+        """Features (B, k, D) of the last tokens of windows (B, n), and losses (B, k) if wanted."""
         weights = None if self.fast is None else self.fast.whole(learned)
-        return (body(self.model, tokens, weights)[:, -keep:],)
+        x = body(self.model, tokens, weights)[:, -labels.shape[1] :]
+        if not losses:
+            return (x,)
+        output = self.model.get_output_embeddings()
+        bias = getattr(output, "bias", None)
+        bias = x.new_zeros(len(output.weight)) if bias is None else bias
+        return x, cross_entropy.loss(x, output.weight.mT, bias, labels)
 
-    def _teach(self, keep: int, tokens: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
-        """The same of a window (1, n) that teaches, and the gradients that it teaches by, if any token is new."""
+    def _teach(self, losses: bool, tokens: Tensor, labels: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
+        """The same of windows of which the last teaches, and what is known after it.
+
+        The others are read beside it, on a second stream of a GPU, which a single window does not fill.
+        """
         fast: Any = self.fast
+        keep, found, beside = labels.shape[1], [], Beside(tokens)
+        if len(tokens) > 1:
+            with beside.fork("others"):
+                found.append(self._read(losses, tokens[:-1], labels[:-1], *learned))
+        tokens, labels = tokens[-1:], labels[-1:]
         leaves = tuple(S.detach().requires_grad_() for S in learned)
         known = max(tokens.shape[1] - keep - 1, 0) if fast.every == 1 else 0
         with torch.enable_grad():
-            x = body(self.model, tokens, fast.whole(leaves))
-            read = x[:, known:-1]
-        kept = x.detach()[:, -keep:]
-        if not read.shape[1]:
-            return (kept,)
-        output = self.model.get_output_embeddings()
-        return kept, *fast.gradients(read, tokens[:, known + 1 :], None, output, leaves, keep=False)
+            x = body(self.model, tokens, fast.whole(leaves))[:, known:]
+        # The label of the last token is of the next window: it is scored here, and does not teach yet.
+        ends = torch.cat([tokens[:, known + 1 :], labels[:, -1:]], 1)
+        real = torch.arange(x.shape[1], device=x.device)[None] < x.shape[1] - 1
+        loss, gradients = fast.gradients(x, ends, real, self.model.get_output_embeddings(), leaves, keep=False)
+        found.append((x.detach()[:, -keep:], loss[:, -keep:])[: 1 + losses])
+        learned = fast.after(learned, gradients)
+        beside.join("others")
+        return *(torch.cat(parts) for parts in zip(*found, strict=True)), *learned
 
-    def _call(self, f: Callable[..., tuple[Tensor, ...]], keep: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """f(keep, *inputs), on a GPU as a CUDA graph unless someone else's hook looks at the model."""
-        fast = self.fast
-        ours = {self.model, self.model.get_output_embeddings(), *(() if fast is None else fast.modules)}
+    def _call(self, f: Callable[..., tuple[Tensor, ...]], flag: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """f(flag, *inputs), on a GPU as a CUDA graph unless someone else's hook looks at the model."""
+        fast, attached = self.fast, getattr(getattr(self.model, "fast_head", None), "hooks", None)
+        inside = getattr(attached, "body", None)  # also where it takes no part
+        ours = {self.model, self.model.get_output_embeddings(), *(() if inside is None else inside.modules)}
         if any((m._forward_hooks or m._forward_pre_hooks) and m not in ours for m in self.model.modules()):
-            return f(keep, *inputs)
+            return f(flag, *inputs)
         places = tuple(p.data_ptr() for p in self.model.parameters())
-        chosen = None if fast is None else (fast.names, fast.every == 1)
+        chosen = None if fast is None else (fast.names, fast.step, fast.every == 1)
         how = torch.get_float32_matmul_precision(), getattr(self.model.config, "_attn_implementation", None)
-        return graphs.call((f.__name__, keep, chosen, how, places), partial(f, keep), inputs)
+        return graphs.call((f.__name__, flag, chosen, how, places), partial(f, flag), inputs)

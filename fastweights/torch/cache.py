@@ -34,6 +34,7 @@ from fastweights.torch.cache_sight import (
     blocks,
     check,
     log_sum,
+    pieces,
     places,
     unit,
     weigh,
@@ -167,6 +168,8 @@ class NeuralCache:
                 "or a state that score() returned"
             )
         wide = state.keys.dtype
+        if mask is None and cu_seqlens is None:
+            return self._score_rows(unit(x.to(wide)), labels, losses.to(wide), state)
         place, lengths = places(x, mask, cu_seqlens)
         flat = losses.to(wide).flatten()
         x = x.to(wide) if mask is None else torch.where(mask[..., None], x.to(wide), 0.0)  # whatever padding holds
@@ -176,13 +179,25 @@ class NeuralCache:
         out, scores = flat.clone(), state.scores
         # A block of tokens at a time: score with the weights of before, then let the block change them.
         for part, rows in blocks(lengths):
-            sight = held.look(rows, part)
             real = torch.arange(place.shape[1], device=x.device)[part] < lengths[rows, None]
-            relative = against_model(sight.log_hits(y[rows, part]), own[rows, part], real & ~sight.empty, self.shares)
-            weights, scores = weigh(scores, rows, relative)
-            mixed = own[rows, part] - torch.logsumexp(weights + relative, -1)
+            mixed, scores = self._weighed(held, y, own, scores, part, rows, real)
             out = out.index_put((place[rows, part][real],), mixed[real])
         return out.view(losses.shape), held.after(lengths, scores)
+
+    def _score_rows(self, q, y, own, state):
+        """`score` of rows that are whole, (R, L): nothing is asked of the device, so a CUDA graph can hold it."""
+        held, scores, found = Held(self, state, q, y), state.scores, [own[:, :0]]
+        for part in pieces(q.shape[1], q.is_cuda):
+            mixed, scores = self._weighed(held, y, own, scores, part, slice(None), True)
+            found.append(mixed)
+        return torch.cat(found, 1), held.after(q.shape[1], scores)
+
+    def _weighed(self, held, y, own, scores, part, rows, real):
+        """Losses of a block of tokens by the weights of before it, and the scores after it."""
+        sight, own = held.look(rows, part), own[rows, part]
+        relative = against_model(sight.log_hits(y[rows, part]), own, real & ~sight.empty, self.shares)
+        weights, scores = weigh(scores, rows, relative)
+        return own - torch.logsumexp(weights + relative, -1), scores
 
     def answer(
         self,

@@ -67,6 +67,10 @@ class Sight:
 
     def log_hits(self, labels):
         """Log of the probability that the cache gives to labels (R, C), per temperature; anything where it is empty."""
+        if self.apart.is_cuda:  # which need not say how many keys match
+            match = self.labels[:, None] == labels[..., None]
+            hits = torch.stack([(e * match).sum(-1) for e in exponentials(self.apart, self.cache.temperatures)], -1)
+            return hits.clamp(min=torch.finfo(hits.dtype).tiny).log() - self.sums.log()
         row, query, key = ((self.labels[:, None] == labels[..., None]) & self.visible).nonzero(as_tuple=True)
         apart = self.apart[row, query, key][:, None] * self.apart.new_tensor(self.cache.temperatures)
         hits = torch.zeros_like(self.sums).index_put((row, query), apart.exp(), accumulate=True)
@@ -111,9 +115,9 @@ class Held:
         )
 
     def after(self, written, scores):
-        """The state once the first `written` (R,) of the new tokens are in it."""
-        m = min(self.cache.window, self.before + int(written.max())) if len(written) else 0
-        sizes = set(written.tolist())
+        """The state once the first `written` of the new tokens are in it: so many of each row (R,), or of all rows."""
+        sizes = {written} if isinstance(written, int) else set(written.tolist())
+        m = min(self.cache.window, self.before + max(sizes)) if sizes else 0
         if len(sizes) == 1:  # a view would keep all keys alive
             end = self.before + sizes.pop()
             keys, labels = self.keys[:, end - m : end].clone(), self.labels[:, end - m : end].clone()
@@ -216,7 +220,7 @@ def against_model(log_hits: Tensor, own: Tensor, known: Tensor, shares: Sequence
         known: (R, C) whether y is known and the cache has something to say.
         shares: of the cache in each expert's mixture.
     """
-    s = own.new_tensor(shares)
+    s = torch.stack([own.new_full((), s) for s in shares])  # of a list, a GPU would be waited for
     ratio = (log_hits + own[..., None])[..., None]  # the cache against the model, (R, C, G, 1)
     pairs = torch.logaddexp(torch.log1p(-s), s.log() + ratio).flatten(-2)
     pairs = torch.where(known[..., None], pairs, 0.0)
@@ -245,11 +249,17 @@ def places(x, mask, cu_seqlens):
 
 
 def blocks(lengths):
-    """(slice of tokens, sequences that have any there): all in blocks of BLOCK, WIDE_BLOCK on a GPU."""
-    sizes, block = lengths.tolist(), WIDE_BLOCK if lengths.is_cuda else BLOCK
-    for a in range(0, max(sizes, default=0), block):
-        rows = slice(None) if min(sizes) > a else (lengths > a).nonzero()[:, 0]
-        yield slice(a, min(a + block, max(sizes))), rows
+    """(slice of tokens, sequences that have any there), in `pieces` of the longest."""
+    sizes = lengths.tolist()
+    for part in pieces(max(sizes, default=0), lengths.is_cuda):
+        yield part, slice(None) if min(sizes) > part.start else (lengths > part.start).nonzero()[:, 0]
+
+
+def pieces(length, on_gpu):
+    """Slices of BLOCK tokens, WIDE_BLOCK on a GPU, that make up a length."""
+    block = WIDE_BLOCK if on_gpu else BLOCK
+    for a in range(0, length, block):
+        yield slice(a, min(a + block, length))
 
 
 def unit(x):
