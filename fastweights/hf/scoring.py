@@ -136,9 +136,9 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
             own = cross_entropy.loss(head.features(x), weight.mT, bias, labels) if layer else loss[0]
         behind.append((x, labels, own))
         if spans is all_spans[-1] or sum(labels.shape[1] for _, labels, _ in behind) >= ROWS * how.stride:
-            *read, own = (torch.cat(some, 1) for some in zip(*behind, strict=True))
+            x, labels, own = (torch.cat(some, 1) for some in zip(*behind, strict=True))
             if cache is not None:
-                own, cached = _mix(cache, *read, own, cached)
+                own, cached = _mix(cache, x, labels, own, cached)
             losses.append(own[0])
             behind = []
     return torch.cat(losses), tensor_bytes((state if layer else None, cached, windows.learned))
