@@ -9,7 +9,7 @@ import torch
 
 from fastweights.core import FastWeightError
 from fastweights.torch import CacheState, NeuralCache
-from fastweights.torch.cache_sight import BLOCK
+from fastweights.torch.cache_sight import BLOCK, Sight
 
 V, D, WINDOW = 7, 5, 9
 GRID = dict(temperatures=(2.0, 8.0), shares=(0.1, 0.4))
@@ -68,8 +68,10 @@ def close(got, wanted):
 cache = NeuralCache(WINDOW, **GRID)
 
 
+@pytest.mark.parametrize("hits", [Sight._sparse, Sight._dense])  # the second is what a GPU runs
 @pytest.mark.parametrize("T", [1, 2, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
-def test_matches_the_oracle(rng, T):
+def test_matches_the_oracle(rng, monkeypatch, T, hits):
+    monkeypatch.setattr(Sight, "_sparse", hits)
     x, labels, _, losses = problem(rng, T, B=2)
     got, state = cache.score(x, labels, losses)
     close(got, want(x, labels, losses))
@@ -263,7 +265,9 @@ def test_float32_and_half(rng):
     np.testing.assert_allclose(half.numpy(), wanted, atol=0.1)
 
 
-def test_gradients_reach_the_features(rng):
+@pytest.mark.parametrize("hits", [Sight._sparse, Sight._dense])
+def test_gradients_reach_the_features(rng, monkeypatch, hits):
+    monkeypatch.setattr(Sight, "_sparse", hits)
     x, labels, _, losses = problem(rng, 6)
     run = lambda x, losses: cache.score(x, labels, losses)[0]  # noqa: E731
     assert torch.autograd.gradcheck(run, (x.requires_grad_(), losses.requires_grad_()))

@@ -67,14 +67,19 @@ class Sight:
 
     def log_hits(self, labels):
         """Log of the probability that the cache gives to labels (R, C), per temperature; anything where it is empty."""
-        if self.apart.is_cuda:  # which need not say how many keys match
-            match = self.labels[:, None] == labels[..., None]
-            hits = torch.stack([(e * match).sum(-1) for e in exponentials(self.apart, self.cache.temperatures)], -1)
-            return hits.clamp(min=torch.finfo(hits.dtype).tiny).log() - self.sums.log()
+        hits = self._dense(labels) if self.apart.is_cuda else self._sparse(labels)
+        return hits.clamp(min=torch.finfo(hits.dtype).tiny).log() - self.sums.log()
+
+    def _dense(self, labels):
+        """Sums of exp(c apart) over keys that a label (R, C) followed, (R, C, G): a GPU need not say how many match."""
+        match = self.labels[:, None] == labels[..., None]
+        return torch.stack([(e * match).sum(-1) for e in exponentials(self.apart, self.cache.temperatures)], -1)
+
+    def _sparse(self, labels):
+        """The same from the keys that match, which are few."""
         row, query, key = ((self.labels[:, None] == labels[..., None]) & self.visible).nonzero(as_tuple=True)
         apart = self.apart[row, query, key][:, None] * self.apart.new_tensor(self.cache.temperatures)
-        hits = torch.zeros_like(self.sums).index_put((row, query), apart.exp(), accumulate=True)
-        return hits.clamp(min=torch.finfo(hits.dtype).tiny).log() - self.sums.log()
+        return torch.zeros_like(self.sums).index_put((row, query), apart.exp(), accumulate=True)
 
     def attention(self, shares):
         """Weights of the keys (R, C, N), summed over temperatures by shares (R, C, G)."""
