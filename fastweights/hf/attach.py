@@ -64,7 +64,7 @@ def attach(
         size: hidden width of the layer; twice the width of the features when absent.
         refresh: tokens between two steps of the layer, each at its weights as they are by then.
         step_size, clip: of these steps; the largest length of a gradient. `fastweights hf adapt` trains the step sizes.
-        layer: whether there is a residual layer. Beside matrices that learn (`where`) it adds time and gains nothing.
+        layer: whether there is a residual layer. Beside matrices that learn (`where`) it gains little for its time.
         cache: True for a cache of 4,096 tokens, a `NeuralCache` of your own, or False.
         where: matrices inside the model that learn from the text too, by one step after each forward pass: "first",
             "middle", "last" or "all" for the down projections in that third of the model, or names as
