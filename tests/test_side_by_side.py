@@ -29,7 +29,7 @@ def call(model, tokens, state):
     return logits, after._replace(fast=None)
 
 
-@pytest.mark.parametrize("mixer", ["gated-delta", "softmax"])
+@pytest.mark.parametrize("mixer", ["gated-delta", "softmax", "lstm"])
 @pytest.mark.parametrize("rule, rate", [("sgd", 0.3), ("rms", 0.003)])
 def test_each_document_as_if_alone(side_by_side, mixer, rule, rate):
     torch.manual_seed(0)

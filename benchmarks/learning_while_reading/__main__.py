@@ -71,6 +71,7 @@ def main():
     parser.add_argument("--pages", type=int, default=120, help="pages to score")
     parser.add_argument("--valid", type=int, default=6, help="pages to choose rates on")
     parser.add_argument("--tune-tokens", type=int, default=4096, help="tokens of each of them")
+    parser.add_argument("--tune-length", type=int, default=0, help="tokens of a window of tune; 0 for --length")
     parser.add_argument("--cache", type=int, default=2048, help="window of the neural cache")
     parser.add_argument("--arms", nargs="*", default=[], help="names, or patterns such as cache*; all when absent")
     parser.add_argument("--together", type=int, default=32, help="pages that dynamic evaluation reads side by side")

@@ -1,6 +1,7 @@
 """Pages of enwik8, the language model, and its last layer trained through its own learning."""
 
 import math
+import os
 import re
 import time
 from collections import Counter
@@ -11,12 +12,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from fastweights.models.compiled import compile_blocks
 from fastweights.models.config import Config
-from fastweights.models.documents import Documents
-from fastweights.models.language_model import LanguageModel
+from fastweights.models.language_model import LanguageModel, State
 from fastweights.text.tokenizer import FILE, Subwords
 from fastweights.torch import FWLBlock
 from fastweights.torch.tree import map_tensors
+from fastweights.training.gradients import CapturedGradients, Gradients
+from fastweights.training.objective import to_batch
 
 
 def prepare(given):
@@ -76,8 +79,12 @@ class Pages:
         order = np.random.default_rng(1).permutation(held)
         self.valid, self.test = order[: given.valid], np.sort(order[given.valid :][: given.pages])
         self.train = np.flatnonzero(~found["test"])
-        self.long = self.train[lengths[self.train] >= given.length]
-        self.most = given.most
+        self.lengths, self.most = lengths, given.most
+        self.at_least(given.length)
+
+    def at_least(self, length):
+        """Windows are drawn from training pages of so many tokens."""
+        self.long = self.train[self.lengths[self.train] >= length]
 
     def page(self, i, most=None):
         """(T + 1,): the start of a page and its tokens, up to a limit."""
@@ -120,21 +127,34 @@ def autocast(given):
     return torch.autocast("cuda", torch.bfloat16) if given.device == "cuda" else nullcontext()
 
 
-def trained(given, optimizer, loss_of, name, warmup=50):
-    """Train for the minutes given: linear warm-up, then a cosine by time. Prints the loss and the speed."""
-    began, step, tokens = time.perf_counter(), 0, 0
+WARM = 4  # steps until all is compiled, captured and replayed once
+
+
+def trained(given, optimizer, gradients_of, name, warmup=50):
+    """Train for the minutes given: linear warm-up, then a cosine by time. Prints the loss and the speed.
+
+    gradients_of: from random numbers to the loss and its tokens; it leaves the gradients.  The first steps compile
+    kernels and record graphs; the cosine starts after them, and ends with the minutes.
+    """
+    began, step, tokens, done = time.perf_counter(), 0, 0, 0.0
+    end = began + 60 * given.minutes
     peaks = [group["lr"] for group in optimizer.param_groups]
     recent, rng = [], np.random.default_rng([given.seed, len(name)])
-    while (done := (time.perf_counter() - began) / 60 / given.minutes) < 1:
+    while time.perf_counter() < end:
+        if step >= WARM:
+            done = (time.perf_counter() - began) / (end - began)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * min(1.0, (step + 1) / warmup) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
-        loss, count = loss_of(rng)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss, count = gradients_of(rng)
         torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
         optimizer.step()
         step, tokens = step + 1, tokens + count
-        recent.append(loss.detach())
+        recent.append(loss.detach().clone())
+        if step == WARM:
+            float(loss.detach())  # waits for the device
+            print(f"{name} ready after {time.perf_counter() - began:.1f} s", flush=True)
+            began, tokens = time.perf_counter(), 0
         if step % 20 == 0 or step == 1:
             mean = float(torch.stack(recent[-20:]).mean())  # waits for the device
             speed = tokens / (time.perf_counter() - began)
@@ -162,6 +182,19 @@ def best_rate(name, start, loss_of, factor=2.0, most=10):
     return start * factor**i
 
 
+class Slow(torch.nn.Module):
+    """The sum of a batch's losses where the Fast Weight Layer does not learn, as `fastweights.training` calls it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, labels, weights, state, documents):
+        x, blocks = self.model(tokens, state, documents)
+        total = (self.model.fast.slow_loss(x, labels) * weights).sum()
+        return total, total.detach(), State(map_tensors(torch.Tensor.detach, blocks), None)
+
+
 def body(given):
     """The language model, its Fast Weight Layer not learning."""
     target = folder(given) / "body.safetensors"
@@ -174,16 +207,23 @@ def body(given):
     optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
                                   lr=given.lr, betas=(0.9, 0.95), fused=True)  # fmt: skip
 
-    def loss_of(rng):
-        rows = (pages.inside if given.body == "lstm" else pages.packed)(rng, given.batch, given.length)
-        tokens, labels = (torch.from_numpy(np.ascontiguousarray(x)) for x in (rows[:, :-1], rows[:, 1:]))
-        weights = (labels != pages.vocab - 1).to(given.device)
-        documents = None if given.body == "lstm" else Documents.of((tokens == pages.vocab - 1).numpy(), given.device)
-        with autocast(given):
-            scores = model.score(tokens.to(given.device), labels.to(given.device), documents=documents, learn=False)
-        return (scores.loss * weights).sum() / weights.sum(), weights.numel()
+    inside = given.body == "lstm"  # whose rows are not packed
+    compiled = given.device == "cuda" and not inside and not os.environ.get("EAGER")
+    if compiled:
+        compile_blocks(model)
+    objective, to = Slow(model), CapturedGradients if compiled else Gradients
+    gradients = to(objective, autocast(given))
+    gradients.layer = False  # which learns nothing here
+    with autocast(given):
+        empty = State(model.init_state(given.batch).blocks, None)
 
-    trained(given, optimizer, loss_of, f"{given.body} body")
+    def gradients_of(rng):
+        rows = (pages.inside if inside else pages.packed)(rng, given.batch, given.length)
+        batch = to_batch(rows, -1 if inside else pages.vocab - 1, given.device, even=compiled)
+        scale = 1.0 / float((rows[:, 1:] != pages.vocab - 1).sum())
+        return gradients(batch, empty, scale)[0] * scale, rows[:, 1:].size
+
+    trained(given, optimizer, gradients_of, f"{given.body} body")
     save_file({n: x.contiguous() for n, x in model.state_dict().items() if n != "fast.unembed"}, target)
 
 
@@ -204,10 +244,9 @@ def layer(given, model, refresh, within="held"):
 
 
 @torch.no_grad()
-def features(given, model, row, batched=False):
+def features(given, model, rows):
     """Features (B, T, D) of rows (B, T + 1), memory carried through each page."""
-    tokens, state, parts = torch.as_tensor(row).to(given.device), None, []
-    tokens = tokens if batched else tokens[None]
+    tokens, state, parts = torch.as_tensor(rows).to(given.device), None, []
     for at in range(0, tokens.shape[1] - 1, given.length):
         with autocast(given):
             x, blocks = model(tokens[:, at : min(at + given.length, tokens.shape[1] - 1)], state)
@@ -223,7 +262,7 @@ def tune(given):
     for p in model.parameters():
         p.requires_grad_(False)
     for refresh in given.refresh:
-        target = folder(given) / f"layer-{refresh or 'sum'}.safetensors"
+        target = folder(given) / f"layer-{refresh or 'sum'}{'-long' * bool(given.tune_length)}.safetensors"
         if not target.exists():
             block = _tuned(given, pages, model, refresh)
             save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, target)
@@ -231,18 +270,31 @@ def tune(given):
 
 def _tuned(given, pages, model, refresh):
     """A layer, trained from steps of the best common factor on."""
-    block, name, rows = layer(given, model, refresh), f"layer {refresh or 'sum'}", max(1, given.batch // 2)
+    block, name, length = layer(given, model, refresh), f"layer {refresh or 'sum'}", given.tune_length or given.length
+    rows = max(1, given.batch * given.length // length // 2)
+    pages.at_least(length)
+
+    waiting = []
 
     def loss_of(rng):
-        found = pages.inside(rng, rows, given.length)
-        x, labels = features(given, model, found, True), torch.from_numpy(found[:, 1:]).to(given.device)
+        if not waiting:  # the body reads the windows of four steps at once
+            found = pages.inside(rng, 4 * rows, length)
+            x, labels = features(given, model, found), torch.from_numpy(found[:, 1:]).to(given.device)
+            waiting.extend(zip(x.split(rows), labels.split(rows), strict=True))
+        x, labels = waiting.pop(0)
         with autocast(given):
             return block.loss(x, labels, torch.ones(labels.shape, device=given.device)), labels.numel()
 
-    first = features(given, model, pages.inside(np.random.default_rng(0), rows, given.length), True)
+    def gradients_of(rng):
+        loss, count = loss_of(rng)
+        loss.backward()
+        return loss, count
+
+    first = features(given, model, pages.inside(np.random.default_rng(0), rows, length))
 
     @torch.no_grad()
     def loss_at(factor):
+        waiting.clear()
         block.start_steps(first, factor)
         return min(1e9, float(loss_of(np.random.default_rng(0))[0]))
 
@@ -252,6 +304,7 @@ def _tuned(given, pages, model, refresh):
         p.requires_grad_(True)
     optimizer = torch.optim.AdamW([dict(params=learned, lr=given.layer_lr), dict(params=[block.steps], lr=2e-2)],
                                   weight_decay=0.0, betas=(0.9, 0.95))  # fmt: skip
-    trained(given, optimizer, loss_of, f"{given.body} {name}", warmup=10)
+    waiting.clear()
+    trained(given, optimizer, gradients_of, f"{given.body} {name}", warmup=10)
     print({n: round(s, 6) for n, s in block.step_sizes().items()}, flush=True)
     return block

@@ -91,12 +91,12 @@ def speed(given):
     evaluation side by side gives the losses of `DynamicEvaluation`."""
     scorer = Scorer(given)
     row = max((scorer.pages.page(i, given.tune_tokens) for i in scorer.pages.test), key=len)
-    labels, part = scorer.labels(row), row[: 16 * SEGMENT + 1]
+    (labels,), part = scorer.labels([row]), row[: 16 * SEGMENT + 1]
 
     def read(block=None, cache=False):
         scorer.seen.clear()
-        losses = scorer.slow(row) if block is None else scorer.learned(block, row)
-        return scorer.cached(row, losses) if cache else losses
+        losses = scorer.slow([row]) if block is None else scorer.learned(block, [row])
+        return (scorer.cached([row], losses) if cache else losses)[0]
 
     def dynamic(rule="sgd", statistics=None, call=scorer.whole):
         with DynamicEvaluation(scorer.model, rule=rule, lr=0.05 if rule == "sgd" else 5e-5, eps=EPS, segment=SEGMENT,
@@ -127,7 +127,7 @@ def speed(given):
         module = side_by_side.Whole(scorer.model)
         got = side_by_side.score(
             module, [n for n, _ in module.named_parameters()], [torch.from_numpy(part[:-1]).to(given.device)] * 2,
-            [labels[0, : len(part) - 1]] * 2, torch.tensor([0.05 if rule == "sgd" else 5e-5] * 2, device=given.device),
+            [labels[: len(part) - 1]] * 2, torch.tensor([0.05 if rule == "sgd" else 5e-5] * 2, device=given.device),
             torch.tensor([1.0, 1.0], device=given.device),
             divide=statistics and {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()},
         )[0]  # fmt: skip
