@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results"
 NAME = "learning-while-reading"
 LONG = f"{NAME}-long"  # read to 16 times the trained length
 MANY = 10**9  # the end of a last bin
+SECOND = "-2"  # after a body's name: its second seed
 ARMS = {
     "static": "static windows",
     "memory": "carried memory, not learning",
@@ -31,9 +32,13 @@ ARMS = {
     "refresh-16": "layer, every 16",
     "refresh-64-trained": "layer, every 64, trained through it",
     "refresh-64-trained-not-learning": "the same, learning nothing",
+    "refresh-64-trained-long": "layer, every 64, trained on windows of 4,096",
+    "refresh-64-trained-long-not-learning": "the same, learning nothing",
+    "cumulative-64-trained": "layer, every 64, cumulative inside, trained as held",
     "refresh-16-trained": "layer, every 16, trained through it (few steps)",
     "refresh-16-trained-not-learning": "the same, learning nothing",
     "refresh-16-trained-at-64": "layer, every 16, trained at every 64",
+    "refresh-16-trained-at-64-long": "layer, every 16, trained at every 64 on windows of 4,096",
     "output-64": "layer and output embedding, every 64",
     "output-16": "layer and output embedding, every 16",
     "output-64-trained": "layer and output embedding, every 64, trained",
@@ -42,6 +47,7 @@ ARMS = {
     "cache-refresh-64": "cache and layer, every 64",
     "cache-refresh-16-trained": "cache and layer, every 16, trained",
     "cache-refresh-64-trained": "cache and layer, every 64, trained",
+    "cache-refresh-64-trained-long": "cache and layer, every 64, trained on windows of 4,096",
     "cache-refresh-16-trained-at-64": "cache and layer, every 16, trained at every 64",
     "cache-output-64-trained": "cache, layer and output embedding, every 64, trained",
     "dynamic-block-sgd": "dynamic evaluation of the layer's weights, SGD",
@@ -113,6 +119,9 @@ class Pages:
 
     def has(self, arm):
         return not np.isnan(self.nats[arm]).any()
+
+    def some(self, arm):
+        return not np.isnan(self.nats[arm]).all()
 
     def bits(self, arm):
         return self.nats[arm].sum() / math.log(2) / self.bytes.sum()
@@ -197,19 +206,29 @@ def seeds_table():
 
 
 def long_table():
-    """Rows of Markdown: gain in all and by position, and share of dynamic evaluation, of pages to 16 times the trained
-    length."""
-    for body in dict.fromkeys(line["body"] for line in read(f"{LONG}.csv")):
-        pages, (found, bins) = Pages(body, f"{LONG}-pages.csv"), gains(body, "position", f"{LONG}.csv")
-        count, bits = len(pages.bytes), pages.bits("memory")
-        yield f"| {body}, {bits:.3f}; {count} pages | gain | " + " | ".join(bins) + " | share of SGD | of RMS |"
-        yield "|---" * (len(bins) + 4) + "|"
+    """Rows of Markdown, a table for each body: gain in all and by position, and share of dynamic evaluation, of pages
+    to 16 times the trained length; the same of a second seed beside it."""
+    bodies = list(dict.fromkeys(line["body"] for line in read(f"{LONG}.csv")))
+    for body in (b for b in bodies if not b.endswith(SECOND)):
+        runs = {b: Pages(b, f"{LONG}-pages.csv") for b in (body, body + SECOND) if b in bodies}
+        found, bins = gains(body, "position", f"{LONG}.csv")
+        shown = [i for i, name in enumerate(bins) if name in ("to 1k", "to 4k", "to 16k")]
+        heads = [f"{pages.bits('memory'):.3f}; {len(pages.bytes)} pages" for pages in runs.values()]
+        cells = [f"{body}, {heads[0]}", "gain", *(bins[i] for i in shown), "share of SGD", "of RMS"]
+        cells += [f"second seed, {heads[1]}", "share of SGD", "of RMS"] if len(runs) > 1 else []
+        yield "| " + " | ".join(cells) + " |"
+        yield "|---" * len(cells) + "|"
         for arm, title in ARMS.items():
-            if arm in found and arm != "memory":
-                shares = (pages.share(arm, f"dynamic-all-{rule}") for rule in ("sgd", "rms"))
-                cells = ["{:.3f} [{:.3f}, {:.3f}]".format(*pages.gain(arm)), *(f"{x:.3f}" for x in found[arm]),
-                         *map(_percent, shares)]  # fmt: skip
-                yield f"| {title} | " + " | ".join(cells) + " |"
+            if arm == "memory" or not any(pages.some(arm) for pages in runs.values()):
+                continue
+            cells = [title]
+            for run, pages in runs.items():
+                some = pages.some(arm)
+                cells.append("{:.3f} [{:.3f}, {:.3f}]".format(*pages.gain(arm)) if some else "")
+                if run == body:
+                    cells += [f"{found[arm][i]:.3f}" if some else "" for i in shown]
+                cells += [_percent(pages.share(arm, f"dynamic-all-{rule}")) if some else "" for rule in ("sgd", "rms")]
+            yield "| " + " | ".join(cells) + " |"
 
 
 def lines():
