@@ -74,6 +74,7 @@ def main():
     parser.add_argument("--tune-length", type=int, default=0, help="tokens of a window of tune; 0 for --length")
     parser.add_argument("--cache", type=int, default=2048, help="window of the neural cache")
     parser.add_argument("--arms", nargs="*", default=[], help="names, or patterns such as cache*; all when absent")
+    parser.add_argument("--wait", default="", help="layer that score waits for, pages read: 64, sum or 64-long")
     parser.add_argument("--together", type=int, default=32, help="pages that dynamic evaluation reads side by side")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="processes that share the pages")

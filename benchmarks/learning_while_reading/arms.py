@@ -204,7 +204,8 @@ class Scorer:
         start = {"all": (0.2, 2e-4), "block": (1.0, 8e-4), "output": (1.0, 4e-4), "both": (1.0, 4e-4)}[which]
         start = start[rule == "rms"]
         name = f"dynamic-{which}-{rule}"
-        rate, clip = self.choose(name, start, (1.0, math.inf), together)
+        clips = (1.0,) if (which, rule) == ("all", "rms") else (1.0, math.inf)  # without one the former blew up
+        rate, clip = self.choose(name, start, clips, together)
         return Arm(name, lambda rows: together(rows, [rate] * len(rows), [clip] * len(rows)),
                    f"rate {rate:.3g}, clip {clip:g}")  # fmt: skip
 
@@ -282,6 +283,10 @@ class Scorer:
 def score(given):
     """Every arm that --arms names, page by page, until the minutes are over."""
     scorer = Scorer(given)
+    if given.wait:
+        scorer.xs([scorer.pages.page(i) for i in scorer.pages.test])
+        while not (scorer.folder / f"layer-{given.wait}.safetensors").exists():
+            time.sleep(0.1)
     for name, make_arm in scorer.arms():
         if given.arms and not any(fnmatchcase(name, a) for a in given.arms):
             continue

@@ -12,14 +12,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastweights.models.compiled import compile_blocks
 from fastweights.models.config import Config
-from fastweights.models.language_model import LanguageModel, State
+from fastweights.models.language_model import LanguageModel
 from fastweights.text.tokenizer import FILE, Subwords
-from fastweights.torch import FWLBlock
+from fastweights.torch import FWLBlock, graphs
 from fastweights.torch.tree import map_tensors
-from fastweights.training.gradients import CapturedGradients, Gradients
-from fastweights.training.objective import to_batch
 
 
 def prepare(given):
@@ -96,18 +93,13 @@ class Pages:
         starts = [rng.integers(self.at[i], self.at[i + 1] - length) for i in pages]
         return np.stack([self.tokens[s : s + length + 1] for s in starts]).astype(np.int64)
 
-    def packed(self, rng, rows, length):
-        """Windows (rows, length + 1) of pages laid end to end in any order."""
-        found = np.empty((rows, length + 1), np.int64)
-        for row in found:
-            filled = 0
-            while filled < len(row):
-                page = self.page(rng.choice(self.train), length * 8)
-                skip = 0 if filled else rng.integers(len(page))  # the first may be cut
-                part = page[skip:][: len(row) - filled]
-                row[filled : filled + len(part)] = part
-                filled += len(part)
-        return found
+    def windows(self, rng, rows, length):
+        """The same to train a body on: any token is as likely, and a quarter of them start where a page does."""
+        share = self.lengths[self.long] / self.lengths[self.long].sum()
+        pages, first = rng.choice(self.long, rows, p=share), rng.random(rows) < 0.25
+        last = self.at[pages + 1] - length
+        starts = np.where(first, self.at[pages], rng.integers(self.at[pages], last))
+        return np.stack([self.tokens[s : s + length + 1] for s in starts]).astype(np.int64)
 
 
 def folder(given):
@@ -182,17 +174,30 @@ def best_rate(name, start, loss_of, factor=2.0, most=10):
     return start * factor**i
 
 
-class Slow(torch.nn.Module):
-    """The sum of a batch's losses where the Fast Weight Layer does not learn, as `fastweights.training` calls it."""
+class Step:
+    """Loss and gradients of a body whose Fast Weight Layer does not learn; on a GPU as one CUDA graph."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+    def __init__(self, given, model):
+        self.given, self.model, self.calls, self.graph = given, model, 0, None
+        self.parameters = [p for n, p in model.named_parameters() if not n.endswith("steps")]
+        self.captures = given.device == "cuda" and given.body != "lstm" and not os.environ.get("EAGER")
 
-    def forward(self, tokens, labels, weights, state, documents):
-        x, blocks = self.model(tokens, state, documents)
-        total = (self.model.fast.slow_loss(x, labels) * weights).sum()
-        return total, total.detach(), State(map_tensors(torch.Tensor.detach, blocks), None)
+    def work(self, tokens, labels):
+        with torch.enable_grad(), autocast(self.given):
+            loss = self.model.fast.slow_loss(self.model(tokens)[0], labels).mean()
+        grads = torch.autograd.grad(loss, self.parameters)
+        return loss.detach(), *(g.clone() for g in grads)  # some share memory, which clipping would change twice
+
+    def __call__(self, tokens, labels):
+        self.calls += 1
+        if self.captures and self.calls == 3:
+            self.graph = graphs.capture(self.work, (tokens, labels))
+            print("recorded" if isinstance(self.graph, graphs.Graph) else self.graph, flush=True)
+        given = tokens, labels
+        loss, *grads = graphs.replay(self.graph, given) if isinstance(self.graph, graphs.Graph) else self.work(*given)
+        for p, grad in zip(self.parameters, grads, strict=True):
+            p.grad = grad
+        return loss
 
 
 def body(given):
@@ -207,21 +212,11 @@ def body(given):
     optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
                                   lr=given.lr, betas=(0.9, 0.95), fused=True)  # fmt: skip
 
-    inside = given.body == "lstm"  # whose rows are not packed
-    compiled = given.device == "cuda" and not inside and not os.environ.get("EAGER")
-    if compiled:
-        compile_blocks(model)
-    objective, to = Slow(model), CapturedGradients if compiled else Gradients
-    gradients = to(objective, autocast(given))
-    gradients.layer = False  # which learns nothing here
-    with autocast(given):
-        empty = State(model.init_state(given.batch).blocks, None)
+    step = Step(given, model)
 
     def gradients_of(rng):
-        rows = (pages.inside if inside else pages.packed)(rng, given.batch, given.length)
-        batch = to_batch(rows, -1 if inside else pages.vocab - 1, given.device, even=compiled)
-        scale = 1.0 / float((rows[:, 1:] != pages.vocab - 1).sum())
-        return gradients(batch, empty, scale)[0] * scale, rows[:, 1:].size
+        rows = torch.from_numpy(pages.windows(rng, given.batch, given.length)).to(given.device)
+        return step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), rows[:, 1:].numel()
 
     trained(given, optimizer, gradients_of, f"{given.body} body")
     save_file({n: x.contiguous() for n, x in model.state_dict().items() if n != "fast.unembed"}, target)
@@ -265,7 +260,9 @@ def tune(given):
         target = folder(given) / f"layer-{refresh or 'sum'}{'-long' * bool(given.tune_length)}.safetensors"
         if not target.exists():
             block = _tuned(given, pages, model, refresh)
-            save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, target)
+            part = target.with_suffix(".part")
+            save_file({n: x.contiguous() for n, x in block.state_dict().items() if n != "unembed"}, part)
+            part.rename(target)  # all at once, since others may wait for it
 
 
 def _tuned(given, pages, model, refresh):
