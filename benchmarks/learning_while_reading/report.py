@@ -300,8 +300,9 @@ def draw(name, panels, arms):
             at.set(title=f"{body} body", xlabel=LABELS[by])
         for row in axes:
             row[0].set_ylabel("bits per byte gained")
-        handles = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].figure.legend(*handles, loc="outside lower center", ncols=3)
+        pairs = [zip(*at.get_legend_handles_labels(), strict=True) for at in axes.flat]
+        named = {label: handle for some in pairs for handle, label in some}  # not every body has all arms
+        axes[0, 0].figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
     print(f"\nwrote {path}")
 
 
