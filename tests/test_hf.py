@@ -108,10 +108,14 @@ def test_the_cache_has_constant_size_and_forks():
     one = random_tokens(2, 1)
     again = model(one, past_key_values=fork).logits
     torch.testing.assert_close(again, model(torch.cat([random_tokens(2, 3), one], 1)).logits[:, -1:], **close)
+    want = model(one, past_key_values=copy.copy(cache)).logits
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 4
+    got = model(one[[0, 0, 1, 1]], past_key_values=copy.copy(cache)).logits
+    torch.testing.assert_close(got, want[[0, 0, 1, 1]], **close)
     cache.batch_select_indices(torch.tensor([0, 3]))
     assert cache.batch_size == 2
+    torch.testing.assert_close(model(one, past_key_values=copy.copy(cache)).logits, want, **close)
     cache.crop(0)
     with pytest.raises(FastWeightError, match=r"crop\(-5\) goes 5 tokens further back than was recorded; expected act"):
         cache.crop(-5)

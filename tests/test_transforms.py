@@ -58,6 +58,12 @@ def test_dual_numbers_and_hessian():
     with forward_ad.dual_level():
         got = forward_ad.unpack_dual(fast_weight(q, k, forward_ad.make_dual(v, v))[0])
     torch.testing.assert_close(got.tangent, got.primal)  # o is linear in v
+    mixer, x, t = FastWeightAttention.preset("gated-deltanet", 8, 2, dtype=torch.float64), draw(1, 9, 8), draw(1, 9, 8)
+    block, labels = layer(refresh=3), (torch.arange(9)[None] % V, torch.ones(1, 9))
+    for f in (lambda x: mixer(x)[0], lambda x: block(x[..., :D], *labels)):
+        with torch.no_grad(), forward_ad.dual_level():
+            got = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+        torch.testing.assert_close(got, jvp(f, (x,), (t,))[1], rtol=1e-9, atol=1e-9)
     loss = lambda k: fast_weight(q, k, v)[0].sin().sum()  # noqa: E731
     torch.testing.assert_close(hessian(loss)(k), jacrev(grad(loss))(k))
 
