@@ -209,7 +209,8 @@ class Trainer:
         """
         c, ranks = self.config, self.ranks
         torch.manual_seed((c.seed * 1_000_003 + step) * ranks.world + ranks.rank)  # dropout
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         weight, parts = self.ahead(step)
         # Memory is carried from step to step, unless documents were shuffled anew or windows are read by themselves.
         if c.context == "packed" or self.batches.starts_epoch(step) or not states:
@@ -224,7 +225,7 @@ class Trainer:
             loss, state = self.gradients(batch, state, ranks.world / weight)  # processes are averaged
             total, after = total + loss, [*after, state]
         if c.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
+            nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], c.clip)
         self.optimizer.step()
         return total / weight, after
 
