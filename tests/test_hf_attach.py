@@ -26,6 +26,7 @@ from fastweights.hf import (
     detach,
     using,
 )
+from fastweights.hf.residual import HeadSettings, ResidualHead
 from fastweights.torch import NeuralCache
 
 V, D = 40, 16
@@ -279,6 +280,19 @@ def test_left_padding_changes_nothing(model):
     how = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
     wrote = model.generate(tokens, attention_mask=mask, **how)
     assert torch.equal(wrote[1, 5:], model.generate(tokens[1:, 5:], **how)[0])
+
+
+@torch.no_grad()
+def test_a_window_of_nothing_but_padding():
+    """It teaches nothing, and its logits are 0 rather than whatever lay in memory."""
+    head, embedding = ResidualHead(HeadSettings(4, 6, refresh=3)), torch.nn.Linear(4, 7)
+    x, tokens, mask = torch.randn(2, 5, 4), torch.randint(7, (2, 5)), torch.zeros(2, 5, dtype=torch.bool)
+    found, state = head(x, tokens, embedding, mask=mask)
+    assert (found.logits == 0).all()
+    got, _ = head(x, tokens, embedding, state=state)
+    torch.testing.assert_close(got.logits, head(x, tokens, embedding)[0].logits)
+    mask[0] = True
+    assert (head(x, tokens, embedding, mask=mask)[0].logits[1] == 0).all()
 
 
 @pytest.mark.parametrize("parts", [dict(), dict(head=False), dict(cache=False)])

@@ -187,6 +187,8 @@ class ResidualHead(nn.Module):
             mask: (B, T), False for padding.
             state: of an earlier call; `init_state(B)` when absent.
             keep: K, or 0 for all T.
+
+        Logits of padding are 0.
         """
         C, (B, T) = self.settings.refresh, tokens.shape
         K = keep or T
@@ -198,7 +200,8 @@ class ResidualHead(nn.Module):
             )
         row = _Row.of(x.to(self.dense1.dtype), tokens, before, mask)
         S1, S2, means = before.dense1, before.dense2, row.means
-        logits = x.new_empty(B, K, embedding.weight.shape[0])
+        make = torch.empty if row.aligned else torch.zeros  # padding is never answered
+        logits = make(B, K, embedding.weight.shape[0], dtype=x.dtype, device=x.device)
         sums = torch.zeros(B, K, dtype=accumulation_dtype(x), device=x.device)
         losses = torch.zeros_like(row.tokens, dtype=sums.dtype)
         # Chunk by chunk: answer its tokens, keep what their gradient needs, and learn once it is full.
@@ -220,6 +223,8 @@ class ResidualHead(nn.Module):
                 dn = means[:, a:b] - embedding.weight[row.tokens[:, a + 1 : b + 1]].to(means.dtype)
                 S1, S2 = self._learn(S1, S2, layer, W2, dn * (closing / C)[:, None, None].to(dn.dtype))
         found = torch.zeros_like(tokens, dtype=losses.dtype)
+        if row.x.shape[1] == 0:  # nothing but padding, and nothing waited
+            return Answers(logits, sums, found), before
         row.put(slice(0, row.x.shape[1]), 0, (found, losses))
         return Answers(logits, sums, found), row.after(C, means, S1, S2)
 
