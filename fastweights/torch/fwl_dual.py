@@ -24,9 +24,10 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy, fwl_dual_passes
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.fwl_folded import Folded
 from fastweights.torch.held_overlapped import Beside
 
-GROUP = 128  # tokens of chunks whose products with what is known of all of them are made at once
+GROUP = 256  # tokens of chunks whose products with what is known of all of them are made at once
 
 
 class Weights(NamedTuple):
@@ -83,9 +84,8 @@ class Pass:
         plain: no document starts inside a row and nothing decays, so that every earlier chunk counts in full.
     """
 
-    dv1: Tensor  # of a group of chunks in the backward pass: gradients of v1, v2 and a by later groups
-    dv2: Tensor
-    late: Tensor
+    dv1: Tensor  # of a group of chunks in the backward pass: gradients of v1 by later groups
+    made: tuple[Tensor, Tensor] | None  # and those of v2 and a, where there are any
 
     def __init__(self, config: FWLConfig, w: Weights, rows: Rows, *, plain: bool):
         assert config.refresh is not None
@@ -111,7 +111,9 @@ class Pass:
         """Losses (B, L) of every token by the weights as they were before its chunk."""
         w, rows, B, n, x = self.w, self.rows, self.B, self.n, self.rows.x
         self.A, self.V1, self.V2, self.G2 = (self._new(width) for width in (self.F, self.F, self.E, self.E))
-        self.A2, self.A3 = self._new(self.L), self._new(self.L)
+        width, age = self.group * self.C, 1.0 if self.config.decay is None else self.config.decay**self.C
+        self.A2, self.A3 = self._new(width), self._new(width)
+        self.folded = Folded(self.mask, self.kept, rows.S2, self.C, self.group, age, plain=self.plain)
         self.raw, self.sums = (self._new(self.F + 3 * self.E, n, dtype=self.wide) for _ in range(2))
         self.A1 = self._masked(torch.bmm(x, x.mT))
         h = x @ w.W1
@@ -125,6 +127,7 @@ class Pass:
             losses, vectors = self._chunk(c, h, vectors)
             found.append(losses)
         self.beside.end()
+        self.folded.beside.end()
         return torch.cat(found, 1)
 
     def _chunk(self, c, h, vectors):
@@ -142,12 +145,12 @@ class Pass:
         beside.join("vectors")
         b1, b2, scale, shift = self._split(vectors)
         r = passes.hidden(h, b1, a)
-        more = self._carried(a)
+        more, recent, left = self._carried(a, c), self._recent(c), self.folded.left[:, c]
         y = torch.bmm(a, w.W2.expand(self.B, -1, -1))
         if c:
-            y.baddbmm_(self._scores(self.A2, a, self.A, c), self.V2[:, before])
+            y.baddbmm_(self._scores(self.A2, a, self.A, c), self.V2[:, recent])
         beside.join("carried")
-        norm, features = passes.normal(y, b2, scale, shift, config.eps, more, self.kept[:, c])
+        norm, features = passes.normal(y, b2, scale, shift, config.eps, more, left)
         flat, labels, learns = features.flatten(0, 1), self.labels[c].flatten(), c < self.n - 1
         log_sum, head, _, _ = cross_entropy.score(flat, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
         with beside.fork("losses"):
@@ -158,12 +161,13 @@ class Pass:
         head = head.view(features.shape)
         every = self.room[c % 2]
         passes.write_second(head, self.share[c], norm, scale, w.e, config.clip, g2, self.V2[:, here], every)
-        more = self._carried(g2, back=True)
+        self.folded.gather(c, self.A, self.V2)
+        more = self._carried(g2, c, back=True)
         u = torch.bmm(g2, w.W2.mT.expand(self.B, -1, -1))
         if c:
-            u.baddbmm_(self._scores(self.A3, g2, self.V2, c), self.A[:, before])
+            u.baddbmm_(self._scores(self.A3, g2, self.V2, c), self.A[:, recent])
         beside.join("carried")
-        passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every, more, self.kept[:, c])
+        passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every, more, left)
         self.chunks.append(Chunk(r, norm, scale, flat, log_sum, head, u))
         with beside.fork("vectors"):
             torch.sum(every, 1, dtype=self.wide, out=self.raw[:, c])
@@ -185,17 +189,19 @@ class Pass:
         """Gradients of x and of the weights, of the sum of losses times `weights`."""
         w, rows, x = self.w, self.rows, self.rows.x
         self.DH, self.DU, self.DY = (self._new(width) for width in (self.F, self.F, self.E))
-        self.P, self.Q = self._new(self.L), self._new(self.L)
+        self.P, self.Q = (self._new(self.group * self.C) for _ in range(2))
         self.dvectors = torch.zeros_like(self.raw)
         self.dots = torch.zeros(2, self.n, self.B, self.C, dtype=self.wide, device=x.device)
         self.dsums = torch.zeros_like(self.raw)
         self.dwords, self.dc = (torch.zeros_like(y, dtype=self.wide) for y in (w.words, w.c))
+        exact = not self.config.first_order
         for c in reversed(range(self.n)):
+            self.folded.back(c, self.A, self.V2, self.DY, self.DU, self.G2, exact=exact)
             self._chunk_backward(c)
         self.beside.end()
         R = self._masked(torch.bmm(self.DH, self.V1.mT))
         dx = torch.bmm(R, x)
-        if not self.config.first_order:
+        if exact:
             dx.baddbmm_(R.mT, x)
         if rows.S1 is not None:
             dx.baddbmm_(self._kept(self.DH), rows.S1.mT)
@@ -203,7 +209,7 @@ class Pass:
         dW1, dW2 = (torch.zeros_like(W, dtype=self.wide) for W in (w.W1, w.W2))
         _add(dW1, x, self.DH)
         _add(dW2, self.A, self.DY)
-        if not self.config.first_order:
+        if exact:
             _add(dW2, self.DU, self.G2)
         first, second = self.dots.flatten(1).sum(1)
         b1, b2, scale, shift = (y.sum() for y in self._split(self.dsums * self.raw))
@@ -214,7 +220,7 @@ class Pass:
     def _chunk_backward(self, c):
         """The gradients at h, y and u of chunk c, once those of all later chunks are there."""
         w, passes, saved, beside = self.w, self.passes, self.chunks[c], self.beside
-        here, before = self._here(c), slice(0, c * self.C)
+        here, recent, left = self._here(c), self._recent(c), self.folded.left[:, c]
         every, learns = self.room[c % 2], saved.u is not None
         dhead = dr = second = late = None
         beside.turn()
@@ -227,13 +233,13 @@ class Pass:
         ).view(self.B, self.C, self.E)
         dy, dh = self.DY[:, here], self.DH[:, here]
         passes.output(dfeatures, saved.norm, saved.scale, second, dy, every)
-        more = self._carried(dy, back=True)
+        more = self._carried(dy, c, back=True)
         da = torch.bmm(dy, w.W2.mT.expand(self.B, -1, -1))
         if c:
-            da.baddbmm_(self._scores(self.Q, dy, self.V2, c), self.A[:, before])
+            da.baddbmm_(self._scores(self.Q, dy, self.V2, c), self.A[:, recent])
         beside.join("late")
         beside.join("carried")
-        passes.hidden_backward(da, saved.r, dr, dh, every, more, self.kept[:, c], late)
+        passes.hidden_backward(da, saved.r, dr, dh, every, more, left, late)
         with beside.fork("dvectors"):
             torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
 
@@ -244,7 +250,7 @@ class Pass:
         made of a. None for first order, where the steps alone learn.
         """
         w, passes, clip, beside = self.w, self.passes, self.config.clip, self.beside
-        here, before, exact = self._here(c), slice(0, c * self.C), not self.config.first_order
+        here, recent, exact = self._here(c), self._recent(c), not self.config.first_order
         start, stop = c - c % self.group, min(self.n, c - c % self.group + self.group)
         with beside.fork("dsums"):
             mask = self.rows.mask[:, c + 1 :, c : c + 1].mT
@@ -253,28 +259,28 @@ class Pass:
         # What was made of a chunk after its group is made of all chunks of the group at once; the rest is added.
         group, after = slice(start * self.C, (c + 1) * self.C), slice(stop * self.C, self.L)
         part, inner = self._here(c - start), slice((c + 1) * self.C, stop * self.C)
-        first = c + 1 in (stop, self.n - 1)
+        if c + 1 in (stop, self.n - 1):
+            self.dv1 = self._made((self.A1, self.DH), of=group, by=after)
+            self.made = self.folded.made(c)
+        later = slice((c + 1) * self.C, (stop + 1) * self.C)
         of_v2 = [(self.A2, self.DY), (self.P, self.G2)] if exact else [(self.A2, self.DY)]
         with beside.fork("dv2"):
-            self.dv2 = self._made(*of_v2, of=group, by=after) if first else self.dv2
-            dv2 = self._made(*of_v2, of=here, by=inner, out=self.dv2[:, part])
-        self.dv1 = self._made((self.A1, self.DH), of=group, by=after) if first else self.dv1
+            dv2 = self._made(*of_v2, of=part, by=later, out=self.made and self.made[0][:, part])
         dv1 = self._made((self.A1, self.DH), of=here, by=inner, out=self.dv1[:, part])
         du, dots = self.DU[:, here], self.dots[:, c]
         beside.join("dsums")
         dr = passes.first_backward(dv1, dsums[..., : self.F], saved.u, saved.r, w.e, clip, du, dots[0])
         if not exact:
             du.zero_()
-        more = self._carried(du)
+        more = self._carried(du, c)
         late = None
         if exact:
             of_a = (self.Q, self.A), (self.A3, self.DU)
             with beside.fork("late"):
-                self.late = self._made(*of_a, of=group, by=after) if first else self.late
-                late = self._made(*of_a, of=here, by=inner, out=self.late[:, part])
+                late = self._made(*of_a, of=part, by=later, out=self.made and self.made[1][:, part])
         used = torch.bmm(du, w.W2.expand(self.B, -1, -1))
         if c:
-            used.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, before])
+            used.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, recent])
         beside.join("dv2")
         beside.join("carried")
         dhead, *second = passes.second_backward(
@@ -291,7 +297,7 @@ class Pass:
             dots[1],
             every,
             more,
-            self.kept[:, c],
+            self.folded.left[:, c],
         )
         return (dr, dhead.flatten(0, 1), second, late) if exact else (None, None, None, None)
 
@@ -341,15 +347,19 @@ class Pass:
         scores.view(self.B, self.n, self.C, self.n, self.C).mul_(self.rows.mask[:, :, None, :, None])
         return scores
 
+    def _recent(self, c):
+        """Tokens before chunk c that are read one by one."""
+        return slice(self.folded.base(c) * self.C, c * self.C)
+
     def _scores(self, buffer, a, b, c):
-        """a (B, C, width) times tokens of b (B, L, width) before chunk c, masked: a part (B, C, c C) of `buffer`."""
-        before = c * self.C
-        scores, part = torch.bmm(a, b[:, :before].mT), buffer[:, self._here(c), :before]
+        """a (B, C, width) times recent tokens of b (B, L, width), masked: a part (B, C, tokens) of `buffer`."""
+        recent, base = self._recent(c), self.folded.base(c)
+        scores, part = torch.bmm(a, b[:, recent].mT), buffer[:, self._here(c), : (c - base) * self.C]
         if self.plain:
             part.copy_(scores)
         else:
-            apart = lambda y: y.unflatten(2, (c, self.C))  # noqa: E731
-            torch.mul(apart(scores), self.mask[:, c, None, :c, None], out=apart(part))
+            apart = lambda y: y.unflatten(2, (c - base, self.C))  # noqa: E731
+            torch.mul(apart(scores), self.mask[:, c, None, base:c, None], out=apart(part))
         return part
 
     def _split(self, vectors):
@@ -370,12 +380,13 @@ class Pass:
                 out.baddbmm_(a, b)
         return out
 
-    def _carried(self, a, *, back=False):
-        """a (B, C, width) times the second layer's carried weights, or transposed, made beside; None without any."""
-        if self.rows.S2 is None:
+    def _carried(self, a, c, *, back=False):
+        """a (B, C, width) times what was gathered before chunk c, or transposed, made beside; None without any."""
+        S = self.folded.weights(c)
+        if S is None:
             return None
         with self.beside.fork("carried"):
-            return torch.bmm(a, self.rows.S2.mT if back else self.rows.S2)
+            return torch.bmm(a, S.mT if back else S)
 
 
 def _add(out, a, b):

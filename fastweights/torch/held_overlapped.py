@@ -115,10 +115,11 @@ class Beside:
     Args:
         x: a tensor on the device. On a CPU everything is done in order.
         priority: -1 where the work is waited for, 0 where it gives way to a graph, whose own stream has -1.
+        number: which of the streams of this priority.
     """
 
-    def __init__(self, x: Tensor, priority: int = 0):
-        self.stream: Any = _second(x.device, priority) if x.is_cuda else None
+    def __init__(self, x: Tensor, priority: int = 0, number: int = 0):
+        self.stream: Any = _second(x.device, priority, number) if x.is_cuda else None
         self.main: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
         self.ends: dict[Any, Any] = {}
         self.given: tuple[list[Any], list[Any]] = [], []
@@ -152,6 +153,6 @@ class Beside:
 
 
 @cache
-def _second(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """The second stream of a device that has this priority."""
+def _second(device: torch.device, priority: int, number: int) -> torch.cuda.Stream:
+    """A second stream of a device that has this priority."""
     return torch.cuda.Stream(device, priority=priority)
