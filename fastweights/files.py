@@ -116,7 +116,7 @@ def write_json(path: Path, content: object) -> None:
 def write_checked_json(path: Path, content: dict[str, Any]) -> None:
     """The same with a checksum, which `read_json` compares."""
     plain = json.loads(json.dumps(content))
-    write_json(path, plain | {CHECKSUM: _of_json(plain)})
+    write_json(path, {CHECKSUM: _of_json(plain)} | plain)  # first, so that JSON is left where its line is deleted
 
 
 def checksum(parts: "Iterable[bytes | memoryview]") -> str:

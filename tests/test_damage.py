@@ -87,9 +87,7 @@ def test_json_says_it_was_changed_and_how_to_keep_that(tmp_path):
         FastWeightError, match=r'damaged or was edited: .* expected numbers\. .* delete its line "sha256"'
     ):
         files.read_json(path, "numbers")
-    path.write_text(
-        "\n".join(line for line in path.read_text().splitlines() if "sha256" not in line).replace("],", "]")
-    )
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "sha256" not in line))
     assert files.read_json(path, "numbers") == dict(a=1, b=[0.2, None])
     for content in ("[1]", "[" * 100_000, "\udcff", "1" * 10_000):
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
