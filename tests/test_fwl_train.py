@@ -66,12 +66,12 @@ def poison(monkeypatch):
         monkeypatch.setattr(of, name, fill)
 
 
-@pytest.mark.parametrize("form", ["walked", "walked, much", "products", "products, groups of two chunks"])
+@pytest.mark.parametrize("form", ["walked", "walked, much", "products", "products in groups of 1", "products in groups of 2"])
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
 def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, monkeypatch):
     monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if "walked" in form else ())
     monkeypatch.setattr(fwl_walk, "HELD", 0 if "much" in form else 2**24)
-    monkeypatch.setattr(fwl_dual, "GROUP", 2 * C if "groups" in form else 128)
+    monkeypatch.setattr(fwl_dual, "GROUP", int(form[-1]) * C if "groups" in form else 256)
     block = make(**dict(normalizer=3.0, refresh=C) | how)
     x, labels, weights, state, documents = problem(block, T, starts, carried)
     want = general(block, x, labels, weights, state, documents, share)

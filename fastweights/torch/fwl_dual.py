@@ -86,6 +86,7 @@ class Pass:
 
     dv1: Tensor  # of a group of chunks in the backward pass: gradients of v1 by later groups
     made: tuple[Tensor, Tensor] | None  # and those of v2 and a, where there are any
+    now: Tensor  # the gradients of a chunk's sums, times the steps
 
     def __init__(self, config: FWLConfig, w: Weights, rows: Rows, *, plain: bool):
         assert config.refresh is not None
@@ -170,10 +171,7 @@ class Pass:
         passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every, more, left)
         self.chunks.append(Chunk(r, norm, scale, flat, log_sum, head, u))
         with beside.fork("vectors"):
-            torch.sum(every, 1, dtype=self.wide, out=self.raw[:, c])
-            torch.mul(self.raw[:, c], self.steps, out=self.sums[:, c])
-            after = slice(c + 1, c + 2)
-            vectors = torch.baddbmm(self.vectors[:, after], self.rows.mask[:, after, : c + 1], self.sums[:, : c + 1])
+            vectors = passes.summed(every, self.steps, self.raw, self.sums, self.rows.mask, self.vectors, c)
         return losses, vectors
 
     def learned(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,8 +238,11 @@ class Pass:
         beside.join("late")
         beside.join("carried")
         passes.hidden_backward(da, saved.r, dr, dh, every, more, left, late)
-        with beside.fork("dvectors"):
-            torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
+        with beside.fork("dsums"):
+            if c:
+                self.now = passes.summed_backward(every, self.steps, self.dvectors, self.dsums, self.rows.mask, c)
+            else:
+                torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
 
     def _writes_backward(self, c, saved, every):
         """Back through what chunk c has written, from what later chunks made of it.
@@ -252,10 +253,6 @@ class Pass:
         w, passes, clip, beside = self.w, self.passes, self.config.clip, self.beside
         here, recent, exact = self._here(c), self._recent(c), not self.config.first_order
         start, stop = c - c % self.group, min(self.n, c - c % self.group + self.group)
-        with beside.fork("dsums"):
-            mask = self.rows.mask[:, c + 1 :, c : c + 1].mT
-            self.dsums[:, c : c + 1] = torch.bmm(mask, self.dvectors[:, c + 1 :])
-            dsums = self.dsums[:, c : c + 1] * self.steps
         # What was made of a chunk after its group is made of all chunks of the group at once; the rest is added.
         group, after = slice(start * self.C, (c + 1) * self.C), slice(stop * self.C, self.L)
         part, inner = self._here(c - start), slice((c + 1) * self.C, stop * self.C)
@@ -269,6 +266,7 @@ class Pass:
         dv1 = self._made((self.A1, self.DH), of=here, by=inner, out=self.dv1[:, part])
         du, dots = self.DU[:, here], self.dots[:, c]
         beside.join("dsums")
+        dsums = self.now
         dr = passes.first_backward(dv1, dsums[..., : self.F], saved.u, saved.r, w.e, clip, du, dots[0])
         if not exact:
             du.zero_()
@@ -283,22 +281,8 @@ class Pass:
             used.baddbmm_(self._scores(self.P, du, self.A, c), self.V2[:, recent])
         beside.join("dv2")
         beside.join("carried")
-        dhead, *second = passes.second_backward(
-            dv2,
-            dsums[..., self.F :],
-            used,
-            saved.head,
-            self.share[c],
-            saved.norm,
-            saved.scale,
-            self.G2[:, here],
-            w.e,
-            clip,
-            dots[1],
-            every,
-            more,
-            self.folded.left[:, c],
-        )
+        given = dv2, dsums[..., self.F :], used, saved.head, self.share[c], saved.norm, saved.scale, self.G2[:, here]
+        dhead, *second = passes.second_backward(*given, w.e, clip, dots[1], every, more, self.folded.left[:, c])
         return (dr, dhead.flatten(0, 1), second, late) if exact else (None, None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:

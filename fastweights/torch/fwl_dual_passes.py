@@ -174,6 +174,28 @@ def hidden_backward(
     every[..., : dh.shape[-1]] = dh
 
 
+def summed(every: Tensor, steps: Tensor, raw: Tensor, sums: Tensor, mask: Tensor, given: Tensor, c: int) -> Tensor:
+    """`every` of chunk c summed over its tokens, into raw (B, n, width), and times steps into sums.
+
+    Returns the vectors (B, 1, width) of the next chunk: `given` (B, n, width), and the sums that mask (B, n, n) counts.
+    """
+    torch.sum(every, 1, dtype=raw.dtype, out=raw[:, c])
+    torch.mul(raw[:, c], steps, out=sums[:, c])
+    after = slice(c + 1, c + 2)
+    return torch.baddbmm(given[:, after], mask[:, after, : c + 1], sums[:, : c + 1])
+
+
+def summed_backward(every: Tensor, steps: Tensor, dvectors: Tensor, dsums: Tensor, mask: Tensor, c: int) -> Tensor:
+    """`every` of chunk c summed over its tokens, into dvectors (B, n, width); back through sums of the chunk before.
+
+    The gradient of these goes into dsums (B, n, width). Returns (B, 1, width), what it is of sums before the steps.
+    """
+    torch.sum(every, 1, dtype=dvectors.dtype, out=dvectors[:, c])
+    before = slice(c - 1, c)
+    dsums[:, before] = torch.bmm(mask[:, c:, before].mT, dvectors[:, c:])
+    return dsums[:, before] * steps
+
+
 def _with(x, more, kept):
     """x + more * kept, where there is more."""
     return x if more is None else x + more * kept
