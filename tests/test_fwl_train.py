@@ -66,7 +66,9 @@ def poison(monkeypatch):
         monkeypatch.setattr(of, name, fill)
 
 
-@pytest.mark.parametrize("form", ["walked", "walked, much", "products", "products in groups of 1", "products in groups of 2"])
+@pytest.mark.parametrize(
+    "form", ["walked", "walked, much", "products", "products, groups of 1", "products, groups of 2"]
+)
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
 def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, monkeypatch):
     monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if "walked" in form else ())

@@ -10,6 +10,8 @@ from fastweights.torch import FWLBlock, cross_entropy, fwl_dual, fwl_train
 @runs
 @pytest.mark.parametrize("how", [dict(), dict(first_order=True, decay=0.9)], ids=str)
 def test_objective_of_a_refreshed_layer(monkeypatch, how):
+    monkeypatch.setattr(fwl_train, "WALKED", ())  # the form for GPUs
+    monkeypatch.setattr(fwl_dual, "GROUP", 6)  # two chunks
     torch.manual_seed(0)
     B, T, D = 2, 7, 5
     block = FWLBlock(6, 20, inputs=D, hidden=9, step_size=0.3, normalizer=2.0, refresh=3, **how).to(DEVICE)

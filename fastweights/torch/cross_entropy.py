@@ -101,26 +101,30 @@ def score_backward(
         dwords, dc: grow in place.
         beside: a `Beside` on whose stream they do, if given; it holds what they are made of.
     """
-    wide, N, both = log_sum.dtype, len(n), n
+    wide, N, height = log_sum.dtype, len(n), len(n) if dr is None else 2 * len(n)
     offset = dloss = torch.zeros_like(log_sum) if dloss is None else dloss.to(wide).contiguous()
     if dr is not None and r is not None:
         dr = dr.contiguous()
         offset = dloss - _at_label(dr, words, labels, r=r)
-        both = torch.cat([n, dr])
-    dn = torch.zeros_like(n, dtype=wide)
-    for a, b in _blocks(n, len(words), len(both)):
-        block = torch.empty(len(both), b - a, dtype=n.dtype, device=n.device)
+    dn = both = None
+    for a, b in _blocks(n, len(words), height):
+        block = torch.empty(height, b - a, dtype=n.dtype, device=n.device)
         torch.addmm(c[a:b], n, words[a:b].mT, out=block[:N])
         if dr is not None:
             torch.mm(dr, words[a:b].mT, out=block[N:])
         e = None if dr is None else block[N:]
         sums = _gradient(block[:N], e, log_sum, offset, dloss, labels, a, sums=True)
-        with nullcontext() if beside is None else beside.fork("words", given=(block, both, sums)):
+        with nullcontext() if beside is None else beside.fork("words", given=(block, n, dr, sums)):
+            if both is None:
+                both = n if dr is None else torch.cat([n, dr])
             _add_product(dwords[a:b], block.mT, both)
             dc[a:b] += sums.sum(0)
-        _add_product(dn, block[:N], words[a:b])
+        if dn is None:
+            dn = wide_product(block[:N], words[a:b], wide)
+        else:
+            _add_product(dn, block[:N], words[a:b])
         del block, e
-    return dn
+    return torch.zeros_like(n, dtype=wide) if dn is None else dn
 
 
 class Head(torch.autograd.Function):
@@ -186,6 +190,13 @@ def _add_product(out, a, b):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
     else:
         out += a @ b
+
+
+def wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a b, of matrices or batches of them, in the wider dtype; in one go where the device can."""
+    if a.dtype != wide and a.is_cuda and torch.version.cuda and not torch.compiler.is_compiling():
+        return (torch.ops.aten.bmm if a.dim() == 3 else torch.ops.aten.mm).dtype(a, b, wide)
+    return (a @ b).to(wide)
 
 
 def _at_label(n, words, labels, *, r=None, c=None):

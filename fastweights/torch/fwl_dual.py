@@ -114,13 +114,13 @@ class Pass:
         self.A, self.V1, self.V2, self.G2 = (self._new(width) for width in (self.F, self.F, self.E, self.E))
         width, age = self.group * self.C, 1.0 if self.config.decay is None else self.config.decay**self.C
         self.A2, self.A3 = self._new(width), self._new(width)
-        self.folded = Folded(self.mask, self.kept, rows.S2, self.C, self.group, age, plain=self.plain)
+        self.folded = Folded(self.passes, self.mask, self.kept, rows.S2, self.C, self.group, age, plain=self.plain)
         self.raw, self.sums = (self._new(self.F + 3 * self.E, n, dtype=self.wide) for _ in range(2))
-        self.A1 = self._masked(torch.bmm(x, x.mT))
+        self.A1 = self.passes.masked(torch.bmm(x, x.mT), rows.mask, self.C)
         h = x @ w.W1
         self.vectors = w.vectors.expand(B, n, -1)
         if rows.S1 is not None and rows.vectors is not None:
-            h = torch.baddbmm(h, self._kept(x), rows.S1)
+            h.baddbmm_(self.passes.counted(x, rows.kept, self.C), rows.S1)
             self.vectors = self.vectors + rows.kept[..., None] * rows.vectors[:, None]
         self.room = self._every(), self._every()  # in turns, since sums are made while the next chunk is under way
         vectors, found = self.vectors[:, :1], []
@@ -178,9 +178,9 @@ class Pass:
         """What a row has learned in this window before its chunk `last` (B,): changes of W1, W2 and the vectors."""
         rows, row = self.rows, torch.arange(self.B, device=last.device)
         mask = rows.mask[row, last]  # (B, n)
-        tokens = mask.repeat_interleave(self.C, 1)[..., None].to(rows.x.dtype)
-        S1 = _product((rows.x * tokens).mT, self.V1, self.wide)
-        S2 = _product((self.A * tokens).mT, self.V2, self.wide)
+        counted = lambda y: self.passes.counted(y, mask, self.C)  # noqa: E731
+        S1 = cross_entropy.wide_product(rows.x.mT, counted(self.V1), self.wide)
+        S2 = cross_entropy.wide_product(self.A.mT, counted(self.V2), self.wide)
         return S1, S2, torch.bmm(mask[:, None], self.sums)[:, 0]
 
     def backward(self) -> tuple[Tensor, Weights]:
@@ -197,13 +197,13 @@ class Pass:
             self.folded.back(c, self.A, self.V2, self.DY, self.DU, self.G2, exact=exact)
             self._chunk_backward(c)
         self.beside.end()
-        R = self._masked(torch.bmm(self.DH, self.V1.mT))
+        R = self.passes.masked(torch.bmm(self.DH, self.V1.mT), rows.mask, self.C)
         dx = torch.bmm(R, x)
         if exact:
             dx.baddbmm_(R.mT, x)
         if rows.S1 is not None:
-            dx.baddbmm_(self._kept(self.DH), rows.S1.mT)
-        dx += self.DH @ w.W1.mT
+            dx.baddbmm_(self.passes.counted(self.DH, rows.kept, self.C), rows.S1.mT)
+        dx.view(-1, self.D).addmm_(self.DH.flatten(0, 1), w.W1.mT)
         dW1, dW2 = (torch.zeros_like(W, dtype=self.wide) for W in (w.W1, w.W2))
         _add(dW1, x, self.DH)
         _add(dW2, self.A, self.DY)
@@ -322,15 +322,6 @@ class Pass:
     def _here(self, c):
         return slice(c * self.C, (c + 1) * self.C)
 
-    def _kept(self, x):
-        """x (B, L, width) times what is left of the carried weights in each chunk."""
-        return (x.unflatten(1, (self.n, self.C)) * self.kept).flatten(1, 2)
-
-    def _masked(self, scores):
-        """scores (B, L, L) of all tokens, those of earlier chunks of the same document; in place."""
-        scores.view(self.B, self.n, self.C, self.n, self.C).mul_(self.rows.mask[:, :, None, :, None])
-        return scores
-
     def _recent(self, c):
         """Tokens before chunk c that are read one by one."""
         return slice(self.folded.base(c) * self.C, c * self.C)
@@ -376,13 +367,6 @@ class Pass:
 def _add(out, a, b):
     """out += a^T b over all tokens of (B, L, width) both."""
     cross_entropy._add_product(out, a.flatten(0, 1).mT, b.flatten(0, 1))
-
-
-def _product(a, b, wide):
-    """a b of batches, in the wider dtype where the device can."""
-    if a.dtype != wide and a.is_cuda and torch.version.cuda:
-        return torch.ops.aten.bmm.dtype(a, b, wide)
-    return torch.bmm(a, b).to(wide)
 
 
 def passes_for(x: Tensor, config: FWLConfig) -> Any:

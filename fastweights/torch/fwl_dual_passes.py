@@ -196,6 +196,19 @@ def summed_backward(every: Tensor, steps: Tensor, dvectors: Tensor, dsums: Tenso
     return dsums[:, before] * steps
 
 
+def counted(y: Tensor, m: Tensor, C: int) -> Tensor:
+    """y (B, tokens, width) of some chunks of C, times a number of each, m (B, chunks)."""
+    apart = y.unflatten(1, (-1, C))
+    return torch.mul(apart, m[..., None, None], out=torch.empty_like(apart)).flatten(1, 2)
+
+
+def masked(scores: Tensor, mask: Tensor, C: int) -> Tensor:
+    """scores (B, L, L) of all tokens times mask (B, n, n) of their chunks, 0 but for earlier ones; in place."""
+    B, n, _ = mask.shape
+    scores.view(B, n, C, n, C).mul_(mask[:, :, None, :, None])
+    return scores
+
+
 def _with(x, more, kept):
     """x + more * kept, where there is more."""
     return x if more is None else x + more * kept

@@ -26,6 +26,7 @@ class Folded:
     """The weights S of every group, and their gradient.
 
     Args:
+        passes: the module of elementwise passes.
         mask, kept: (B, n, n) and (B, n, 1, 1), as `fwl_dual.Pass` has them.
         S: (B, F, E), what was carried; None for nothing.
         C, group: tokens of a chunk, and chunks of a group.
@@ -33,8 +34,20 @@ class Folded:
         plain: whether every earlier chunk counts in full.
     """
 
-    def __init__(self, mask: Tensor, kept: Tensor, S: Tensor | None, C: int, group: int, age: float, *, plain: bool):
-        self.mask, self.C, self.group, self.plain, self.n = mask, C, group, plain, kept.shape[1]
+    def __init__(
+        self,
+        passes: Any,
+        mask: Tensor,
+        kept: Tensor,
+        S: Tensor | None,
+        C: int,
+        group: int,
+        age: float,
+        *,
+        plain: bool,
+    ):
+        self.passes, self.mask, self.C, self.group, self.plain = passes, mask, C, group, plain
+        self.n = kept.shape[1]
         self.S: dict[int, Tensor | None] = {0: S}
         self.left = kept.clone() if self.n - 1 > group else kept
         for s in range(group, self.n - 1, group):
@@ -94,8 +107,7 @@ class Folded:
         if self.plain:
             return y
         m = self.mask[:, how, how - self.group : how] if isinstance(how, int) else how
-        apart = y.unflatten(1, (-1, self.C))
-        return torch.mul(apart, m[..., None, None], out=torch.empty_like(apart)).flatten(1, 2)
+        return self.passes.counted(y, m, self.C)
 
 
 def _sum(before: Tensor | None, left: Any, *pairs: tuple[Tensor, Tensor]) -> Tensor:

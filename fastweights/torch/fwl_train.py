@@ -241,11 +241,10 @@ def _flat(place, length):
 def _placed(new, layout, length, held=None):
     """(B, length, ...): new tokens (B, T, ...) at their places, those that waited before them, else 0."""
     B = len(new)
-    out = new.new_zeros(B, length, *new.shape[2:])
+    flat = new.new_zeros(B * length, *new.shape[2:])
     if held is not None:
-        out[:, : held.shape[1]] = held.to(new.dtype)
-    flat = out.flatten(0, 1).index_copy(0, _flat(layout.place, length), new.flatten(0, 1))
-    return flat.unflatten(0, (B, length))
+        flat.unflatten(0, (B, length))[:, : held.shape[1]] = held.to(new.dtype)
+    return flat.index_copy_(0, _flat(layout.place, length), new.flatten(0, 1)).unflatten(0, (B, length))
 
 
 def _held(state, keep):
@@ -261,7 +260,7 @@ def _carried(config, state, low):
         return None, None, None
     dense1, dense2, norm = (S[:, 0] for S in state[:3])
     vectors = torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1)
-    return dense1[:, :-1].to(low), dense2[:, :-1].to(low), vectors
+    return dense1.to(low)[:, :-1], dense2.to(low)[:, :-1], vectors  # whole tensors are cast faster
 
 
 def _state_after(config, rows, layout, learned, state, dtype) -> RefreshState:
@@ -271,14 +270,26 @@ def _state_after(config, rows, layout, learned, state, dtype) -> RefreshState:
     with torch.no_grad():
         S1, S2, vectors = learned
         b1, b2, norm = vectors.split([F, size, 2 * size], 1)
-        parts = torch.cat([S1, b1[:, None]], 1), torch.cat([S2, b2[:, None]], 1), norm[:, None]
-        if state is not None:
+        new = (S1, b1[:, None]), (S2, b2[:, None]), (norm[:, None],)
+        if state is None:
+            parts = [torch.cat(y, 1) for y in new]
+        else:
             kept = layout.kept[row, layout.last][:, None, None]
-            parts = tuple(y.addcmul_(S[:, 0], kept) for y, S in zip(parts, state[:3], strict=True))
+            parts = [_grown(S[:, 0], kept, y) for S, y in zip(state[:3], new, strict=True)]
         at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
         pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
         dense1, dense2, norm = (y[:, None] for y in parts)
         return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.left)
+
+
+def _grown(old, kept, new):
+    """old (B, rows, width) times kept, plus the parts of new, one below the other."""
+    out, first = torch.empty_like(old), 0
+    for y in new:
+        part = slice(first, first + y.shape[1])
+        torch.addcmul(y, old[:, part], kept, out=out[:, part])
+        first = part.stop
+    return out
 
 
 def _steps(config, steps):

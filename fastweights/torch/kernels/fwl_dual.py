@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.torch.kernels.fwl import _back, _load, _store, _wide
+from fastweights.torch.kernels.fwl_dual_sums import counted, masked, summed, summed_backward  # noqa: F401
 
 BLOCK = 1024
-SUMMED = dict(R=32, BLOCK=128)  # rows that are added at a time, and numbers of each, where rows are summed
 
 
 class Norm(NamedTuple):
@@ -198,62 +198,6 @@ def _hidden_backward(
     _store(every + row * width, column, d, mask)
 
 
-@triton.jit
-def _tokens(rows, column, inside, count, width, R: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of `count` rows of a chunk, at these columns."""
-    total = tl.zeros([R, BLOCK], tl.float32)
-    for first in range(0, count, R):
-        row = first + tl.arange(0, R)
-        mask = (row < count)[:, None] & inside[None, :]
-        total += tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _chunks(rows, factors, stride, first, stop, column, inside, width, R: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of rows first, ..., stop - 1 times a factor each, which are `stride` apart, at these columns."""
-    total = tl.zeros([R, BLOCK], tl.float32)
-    for start in range(first, stop, R):
-        row = start + tl.arange(0, R)
-        factor = tl.load(factors + row * stride, mask=row < stop, other=0.0)
-        mask = (row < stop)[:, None] & inside[None, :]
-        total += factor[:, None] * tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _summed(
-    every, steps, raw, sums, mask, given, out, given_stride, c, C, n, width, R: tl.constexpr, BLOCK: tl.constexpr
-):
-    """raw, sums and the next chunk's vectors, of BLOCK columns of one row of the batch."""
-    b = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    new = _tokens(every + b * C * width, column, inside, C, width, R, BLOCK)
-    tl.store(raw + (b * n + c) * width + column, new, mask=inside)
-    new *= tl.load(steps + column, mask=inside, other=0.0)
-    tl.store(sums + (b * n + c) * width + column, new, mask=inside)
-    mask += (b * n + c + 1) * n
-    total = tl.load(given + b * given_stride + column, mask=inside, other=0.0) + new * tl.load(mask + c)
-    total += _chunks(sums + b * n * width, mask, 1, 0, c, column, inside, width, R, BLOCK)
-    tl.store(out + b * width + column, total, mask=inside)
-
-
-@triton.jit
-def _summed_backward(every, steps, dvectors, dsums, mask, out, c, C, n, width, R: tl.constexpr, BLOCK: tl.constexpr):
-    """dvectors of chunk c, and dsums of the one before and `out`, of BLOCK columns of one row of the batch."""
-    b = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    new = _tokens(every + b * C * width, column, inside, C, width, R, BLOCK)
-    tl.store(dvectors + (b * n + c) * width + column, new, mask=inside)
-    mask += b * n * n + c - 1
-    total = new * tl.load(mask + c * n)
-    total += _chunks(dvectors + b * n * width, mask, n, c + 1, n, column, inside, width, R, BLOCK)
-    tl.store(dsums + (b * n + c - 1) * width + column, total, mask=inside)
-    tl.store(out + b * width + column, total * tl.load(steps + column, mask=inside, other=0.0), mask=inside)
-
-
 def hidden(h, bias, a):
     """As fwl_dual_passes.hidden."""
     B, C, F = h.shape
@@ -320,26 +264,6 @@ def hidden_backward(da, r, dr, dh, every, more=None, kept=None, late=None):
     _hidden_backward[_blocks(r)](da, more, kept, late, r, r if dr is None else dr, dh, every, _stride(kept),
                                  _stride(late), dh.stride(0), C, F, every.shape[-1], SECOND=dr is not None,
                                  BLOCK=BLOCK)  # fmt: skip
-
-
-def summed(every, steps, raw, sums, mask, given, c):
-    """As fwl_dual_passes.summed."""
-    B, C, width = every.shape
-    out = torch.empty(B, 1, width, dtype=raw.dtype, device=raw.device)
-    grid = B, triton.cdiv(width, SUMMED["BLOCK"])
-    _summed[grid](
-        every, steps, raw, sums, mask, given[:, c + 1], out, given.stride(0), c, C, raw.shape[1], width, **SUMMED
-    )
-    return out
-
-
-def summed_backward(every, steps, dvectors, dsums, mask, c):
-    """As fwl_dual_passes.summed_backward."""
-    B, C, width = every.shape
-    out = torch.empty(B, 1, width, dtype=dsums.dtype, device=dsums.device)
-    grid = B, triton.cdiv(width, SUMMED["BLOCK"])
-    _summed_backward[grid](every, steps, dvectors, dsums, mask, out, c, C, dsums.shape[1], width, **SUMMED)
-    return out
 
 
 def _stride(x):
