@@ -75,7 +75,7 @@ class Folded:
         before = self.S[s - self.group]
         with self.beside.fork("S", s):
             part = slice((s - self.group) * self.C, s * self.C)
-            self.S[s] = _sum(before, self.left[:, s], (A[:, part], self._counted(V2[:, part], s)))
+            self.S[s] = self._sum(before, s, (A[:, part], self._counted(V2[:, part], s)))
 
     def back(self, c: int, A: Tensor, V2: Tensor, DY: Tensor, DU: Tensor, G2: Tensor, *, exact: bool) -> None:
         """All chunks after c went back: where c begins a group, dv2 and da of the group before it are made.
@@ -91,7 +91,7 @@ class Folded:
             pairs = [(A[:, part], self._counted(DY[:, part], kept))]
             if exact:
                 pairs.append((DU[:, part], self._counted(G2[:, part], kept)))
-            self.dS = _sum(self.dS, self.left[:, s + self.group] if self.dS is not None else None, *pairs)
+            self.dS = self._sum(self.dS, s + self.group, *pairs)
             part = slice((s - self.group) * C, s * C)
             dv2 = self._counted(torch.bmm(A[:, part], self.dS), s)
             late = self._counted(torch.bmm(V2[:, part], self.dS.mT), s) if exact else dv2
@@ -109,11 +109,10 @@ class Folded:
         m = self.mask[:, how, how - self.group : how] if isinstance(how, int) else how
         return self.passes.counted(y, m, self.C)
 
-
-def _sum(before: Tensor | None, left: Any, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """before (B, F, E) times left (B, 1, 1), if there is any, plus the sum of a^T b over pairs of (B, tokens, ...)."""
-    out = None if before is None else before * left
-    for a, b in pairs:
-        out = torch.bmm(a.mT, b) if out is None else out.baddbmm_(a.mT, b)
-    assert out is not None
-    return out
+    def _sum(self, S: Tensor | None, c: int, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """What chunk c keeps of S (B, F, E), if there is any, plus the sum of a^T b over pairs of (B, tokens, ...)."""
+        out = None if S is None else self.passes.counted(S, self.left[:, c, 0], S.shape[1])
+        for a, b in pairs:
+            out = torch.bmm(a.mT, b) if out is None else out.baddbmm_(a.mT, b)
+        assert out is not None
+        return out
