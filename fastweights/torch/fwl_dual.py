@@ -196,7 +196,11 @@ class Pass:
         for c in reversed(range(self.n)):
             self.folded.back(c, self.A, self.V2, self.DY, self.DU, self.G2, exact=exact)
             self._chunk_backward(c)
-        self.beside.end()
+        with self.beside.fork("sums"):
+            first, second = self.dots.flatten(1).sum(1)
+            b1, b2, scale, shift = (y.sum() for y in self._split(self.dsums * self.raw))
+            de = -torch.stack([first, b1, second, b2, scale, shift])
+            dvectors = self.dvectors.sum(1).sum(0)  # chunks first: empty ones at a row's end change no rounding
         R = self.passes.masked(torch.bmm(self.DH, self.V1.mT), rows.mask, self.C)
         dx = torch.bmm(R, x)
         if exact:
@@ -209,10 +213,7 @@ class Pass:
         _add(dW2, self.A, self.DY)
         if exact:
             _add(dW2, self.DU, self.G2)
-        first, second = self.dots.flatten(1).sum(1)
-        b1, b2, scale, shift = (y.sum() for y in self._split(self.dsums * self.raw))
-        de = -torch.stack([first, b1, second, b2, scale, shift])
-        dvectors = self.dvectors.sum(1).sum(0)  # chunks first: empty ones at a row's end change no rounding
+        self.beside.end()
         return dx, Weights(dW1, dW2, dvectors, de, self.dwords, self.dc)
 
     def _chunk_backward(self, c):
