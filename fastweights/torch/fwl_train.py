@@ -124,7 +124,7 @@ def objective(
         counts * slow_share,
         layout.mask,
         layout.kept,
-        *_carried(config, state, low),
+        *(() if state is None else (S[:, 0] for S in state[:3])),  # as they are: `_work` has them in its own form
     )
     vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
     words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
@@ -133,14 +133,14 @@ def objective(
     )
     plain = config.decay is None and documents == 1
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        value, loss, slow, *learned = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
+        value, loss, slow, *carried = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
     at = _flat(layout.place, n * C)
     new = lambda y: y.flatten().index_select(0, at).view(B, T)  # noqa: E731
-    return Trained(value, new(loss), new(slow), _state_after(config, rows, layout, learned, state, p["dense1"].dtype))
+    return Trained(value, new(loss), new(slow), _state_after(config, rows, layout, carried, p["dense1"].dtype))
 
 
 class Objective(torch.autograd.Function):
-    """(value, losses, slow losses, what was learned in three parts); the gradients are made with the value."""
+    """(value, losses, slow losses, what the rows carry on in three parts); the gradients are made with the value."""
 
     @staticmethod
     def forward(ctx, config, plain, slow, last, count, *given):
@@ -169,7 +169,15 @@ class Objective(torch.autograd.Function):
 
 
 def _work(config, plain, slow, last, w, rows):
-    """Value, losses, slow losses, what was learned (3), gradients of the weights (6) and of x."""
+    """Value, losses, slow losses, what the rows carry on (3), gradients of the weights (6) and of x.
+
+    What they carried before comes in the place of S1, S2 and vectors of `rows` as a state has it: (B, D + 1, F),
+    (B, F + 1, E) and (B, 1, 2 E).
+    """
+    *_, dense1, dense2, norm = rows
+    if dense1 is not None:
+        S1, S2 = (y.to(rows.x.dtype)[:, :-1] for y in (dense1, dense2))  # whole tensors are cast faster
+        rows = rows._replace(S1=S1, S2=S2, vectors=torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1))
     passes = fwl_walk.Walk if rows.x.device.type in WALKED else fwl_dual.Pass
     run, beside = passes(config, w, rows, plain=plain), Beside(rows.x)
     # Chunk after chunk a GPU is not full: what does not depend on the chunks is done beside them.
@@ -177,7 +185,7 @@ def _work(config, plain, slow, last, w, rows):
         unlearned = run.slow() if slow else None
     loss = run.forward()
     with beside.fork("learned"):
-        learned = run.learned(last)
+        learned = _carried_on(config, run.learned(last), (dense1, dense2, norm), rows.kept, last)
     dx, dw = run.backward()
     beside.end()
     value = (loss * rows.weights).sum()
@@ -254,32 +262,15 @@ def _held(state, keep):
     return state.pending * real[..., None], state.labels * real, state.shares * real
 
 
-def _carried(config, state, low):
-    """S1, S2 and vectors of `fwl_dual.Rows`."""
-    if state is None:
-        return None, None, None
-    dense1, dense2, norm = (S[:, 0] for S in state[:3])
-    vectors = torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1)
-    return dense1.to(low)[:, :-1], dense2.to(low)[:, :-1], vectors  # whole tensors are cast faster
-
-
-def _state_after(config, rows, layout, learned, state, dtype) -> RefreshState:
-    """The RefreshState after the last token of each row."""
-    C, F, size = config.refresh, config.hidden_width, config.size
-    row = torch.arange(len(layout.last), device=layout.last.device)
-    with torch.no_grad():
-        S1, S2, vectors = learned
-        b1, b2, norm = vectors.split([F, size, 2 * size], 1)
-        new = (S1, b1[:, None]), (S2, b2[:, None]), (norm[:, None],)
-        if state is None:
-            parts = [torch.cat(y, 1) for y in new]
-        else:
-            kept = layout.kept[row, layout.last][:, None, None]
-            parts = [_grown(S[:, 0], kept, y) for S, y in zip(state[:3], new, strict=True)]
-        at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
-        pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
-        dense1, dense2, norm = (y[:, None] for y in parts)
-        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.left)
+def _carried_on(config, learned, carried, kept, last):
+    """What rows carry after their chunk `last`: what was learned (`Pass.learned`), and what is kept of `carried`."""
+    S1, S2, vectors = learned
+    b1, b2, norm = vectors[:, None].split([config.hidden_width, config.size, 2 * config.size], 2)
+    parts = (S1, b1), (S2, b2), (norm,)
+    if carried[0] is None:
+        return [torch.cat(y, 1) for y in parts]
+    kept = kept.gather(1, last[:, None])[..., None]
+    return [_grown(S, kept, y) for S, y in zip(carried, parts, strict=True)]
 
 
 def _grown(old, kept, new):
@@ -290,6 +281,16 @@ def _grown(old, kept, new):
         torch.addcmul(y, old[:, part], kept, out=out[:, part])
         first = part.stop
     return out
+
+
+def _state_after(config, rows, layout, carried, dtype) -> RefreshState:
+    """The RefreshState after the last token of each row."""
+    C, row = config.refresh, torch.arange(len(layout.last), device=layout.last.device)
+    with torch.no_grad():
+        at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
+        pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
+        dense1, dense2, norm = (y[:, None] for y in carried)
+        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.left)
 
 
 def _steps(config, steps):
