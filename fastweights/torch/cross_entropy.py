@@ -62,12 +62,15 @@ def score(
     dwords, dc = (torch.zeros_like(x, dtype=dloss.dtype) if learn else None for x in (words, c))
     for a, b in _blocks(n, len(n), len(words)):
         z = torch.addmm(c, n[a:b], words.mT)
-        _log_sum(z, log_sum[a:b])
+        parts = None
         if dn is None:
+            _log_sum(z, log_sum[a:b])
             continue
-        parts = _gradient(z, None, log_sum[a:b], dloss[a:b], dloss[a:b], labels[a:b], 0, sums=learn)
+        if not _softmax(z, log_sum[a:b], dloss[a:b], labels[a:b], sums=learn):
+            _log_sum(z, log_sum[a:b])
+            parts = _gradient(z, None, log_sum[a:b], dloss[a:b], dloss[a:b], labels[a:b], 0, sums=learn)
         torch.mm(z, words, out=dn[a:b])
-        if dwords is not None and dc is not None:
+        if dwords is not None and dc is not None and parts is not None:
             _add_product(dwords, z.mT, n[a:b])
             dc += parts.sum(0)
         del z
@@ -76,7 +79,7 @@ def score(
 
 def losses(n: Tensor, words: Tensor, c: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
     """log sum exp z - z_y (N,)."""
-    return log_sum - _at_label(n, words, labels, c=c)
+    return _less_label(log_sum, n, words, labels, c=c)
 
 
 def score_backward(
@@ -105,7 +108,7 @@ def score_backward(
     offset = dloss = torch.zeros_like(log_sum) if dloss is None else dloss.to(wide).contiguous()
     if dr is not None and r is not None:
         dr = dr.contiguous()
-        offset = dloss - _at_label(dr, words, labels, r=r)
+        offset = _less_label(dloss, dr, words, labels, r=r)
     dn = both = None
     for a, b in _blocks(n, len(words), height):
         block = torch.empty(height, b - a, dtype=n.dtype, device=n.device)
@@ -199,15 +202,27 @@ def wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     return (a @ b).to(wide)
 
 
-def _at_label(n, words, labels, *, r=None, c=None):
-    """n . (E_y + r) + c_y (N,), without what is None."""
+def _less_label(base, n, words, labels, *, r=None, c=None):
+    """base - n . (E_y + r) - c_y (N,), without what is None."""
     if on_gpu(n):
         from fastweights.torch.kernels import cross_entropy as kernels
 
-        return kernels.at_label(n, words, labels, r, c)
+        return kernels.less_label(base, n, words, labels, r, c)
     mine = words.index_select(0, labels).to(accumulation_dtype(n))
-    dots = (n * (mine if r is None else mine + r)).sum(1)
-    return dots if c is None else dots + c.index_select(0, labels)
+    less = base - (n * (mine if r is None else mine + r)).sum(1)
+    return less if c is None else less - c.index_select(0, labels)
+
+
+def _softmax(z, log_sum, dloss, labels, *, sums):
+    """Whether log_sum and (p - [v = y]) dloss, in the place of z, were made in one go: of few words, and no sums."""
+    if sums or not on_gpu(z):
+        return False
+    from fastweights.torch.kernels import cross_entropy as kernels
+
+    if z.shape[1] > kernels.WHOLE:
+        return False
+    kernels.softmax(z, log_sum, dloss, labels)
+    return True
 
 
 def _log_sum(z, out):

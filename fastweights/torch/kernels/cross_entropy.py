@@ -10,6 +10,7 @@ import triton.language as tl
 
 ROWS = 128  # tokens a program adds up
 PROGRAMS = 256  # that keep a GPU busy
+WHOLE = 4096  # words of a row that a program holds at once
 
 
 @triton.jit
@@ -31,6 +32,21 @@ def _log_sum(z, out, width, stride, BLOCK: tl.constexpr):
         total = total * tl.exp(top - new) + tl.exp(x - new)
         top = new
     tl.store(out + row, top + tl.log(tl.sum(total, 0)))
+
+
+@triton.jit
+def _softmax(z, log_sum, dloss, label, width, stride, BLOCK: tl.constexpr):
+    """log sum exp of one row of z, which BLOCK words hold, and dz = (p - [v = y]) dloss in its place."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = z + row * stride + column
+    x = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    total = top + tl.log(tl.sum(tl.exp(x - top), 0))
+    tl.store(log_sum + row, total)
+    missed = tl.exp(x - total) - tl.where(column == tl.load(label + row), 1.0, 0.0)
+    tl.store(at, (missed * tl.load(dloss + row)).to(z.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -74,8 +90,8 @@ def _gradient(
 
 
 @triton.jit
-def _at_label(n, words, label, r, c, out, size, HAS_R: tl.constexpr, HAS_C: tl.constexpr, BLOCK: tl.constexpr):
-    """n . (E_y + r) + c_y for one token, y its label. One program: one token.
+def _less_label(base, n, words, label, r, c, out, size, HAS_R: tl.constexpr, HAS_C: tl.constexpr, BLOCK: tl.constexpr):
+    """base - n . (E_y + r) - c_y for one token, y its label. One program: one token.
 
     It reads that one row of the words; HAS_R and HAS_C say whether r and c are there.
     """
@@ -87,9 +103,9 @@ def _at_label(n, words, label, r, c, out, size, HAS_R: tl.constexpr, HAS_C: tl.c
     if HAS_R:
         x += tl.load(r + row * size + column, mask=mask, other=0.0).to(tl.float32)
     x *= tl.load(n + row * size + column, mask=mask, other=0.0).to(tl.float32)
-    total = tl.sum(x, 0)
+    total = tl.load(base + row) - tl.sum(x, 0)
     if HAS_C:
-        total += tl.load(c + word).to(tl.float32)
+        total -= tl.load(c + word).to(tl.float32)
     tl.store(out + row, total)
 
 
@@ -112,6 +128,12 @@ def _rows(E, words, V, all_words, size, word_stride, feature_stride, BLOCK: tl.c
 def log_sum(z: torch.Tensor, out: torch.Tensor) -> None:
     """out (N,) becomes log sum exp of z (N, width)."""
     _log_sum[(len(z),)](z, out, z.shape[1], z.stride(0), BLOCK=4096, num_warps=4)
+
+
+def softmax(z: torch.Tensor, log_sum: torch.Tensor, dloss: torch.Tensor, labels: torch.Tensor) -> None:
+    """log_sum (N,) becomes that of z (N, width), of at most WHOLE words, and z (p - [v = y]) dloss."""
+    width = z.shape[1]
+    _softmax[(len(z),)](z, log_sum, dloss, labels, width, z.stride(0), BLOCK=triton.next_power_of_2(width), num_warps=4)
 
 
 def gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
@@ -137,10 +159,10 @@ def gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
     return parts if sums else None
 
 
-def at_label(n, words, labels, r, c):
-    """n . (E_y + r) + c_y (N,), without what is None."""
+def less_label(base, n, words, labels, r, c):
+    """base - n . (E_y + r) - c_y (N,), without what is None."""
     out = torch.empty(len(n), device=n.device)
-    _at_label[(len(n),)](n, words, labels, n if r is None else r, n if c is None else c, out, n.shape[1],
+    _less_label[(len(n),)](base, n, words, labels, n if r is None else r, n if c is None else c, out, n.shape[1],
                          HAS_R=r is not None, HAS_C=c is not None, BLOCK=triton.next_power_of_2(n.shape[1]),
                          num_warps=2)  # fmt: skip
     return out
