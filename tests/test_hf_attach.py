@@ -26,7 +26,6 @@ from fastweights.hf import (
     detach,
     using,
 )
-from fastweights.hf.residual import HeadSettings, ResidualHead
 from fastweights.torch import NeuralCache
 
 V, D = 40, 16
