@@ -92,7 +92,7 @@ def accelerate(model: nn.Module) -> Accelerated:
 
 
 class Forward:
-    """The forward pass of one accelerated layer; a copy or a pickle of the layer has its own."""
+    """The forward pass of one accelerated layer; a copy of the layer, or one sent to another process, has its own."""
 
     def __init__(self, layer: nn.Module):
         self.__setstate__(layer)
