@@ -214,7 +214,7 @@ def test_presets_run():
         ),
         (dict(segment=0), "segment is 0; expected at least 1 token"),
         (dict(carry=True, context=3), "context is 3 with carry=True; expected one"),
-        (dict(statistics=GradientStatistics()), "statistics has no '0.weight'; expected those of this model"),
+        (dict(statistics=GradientStatistics()), "statistics has no '0.weight'; expected all that adapt"),
     ],
 )
 def test_constructor_errors(how, message):

@@ -85,7 +85,7 @@ class DynamicEvaluation:
         segment: tokens scored between two updates.
         context: tokens before a segment that are fed again with it, unscored, for models without a carried state.
         carry: pass the state a model returns to its next call: model(tokens, state) -> (logits, state).
-        parameters: which adapt: name patterns such as `"*.mlp.*"`; all that require gradients when `"*"`.
+        parameters: which adapt: name patterns such as `"*.mlp.*"`; all when `"*"`, those that are frozen too.
         statistics: `GradientStatistics.collect(model, batches)` on training data.
         clip: largest norm of a segment's gradient.
         call: how to call an unusual model: (model, tokens, state) -> (logits, state); logits of the last `segment`
@@ -139,7 +139,10 @@ class DynamicEvaluation:
             )
         missing = [n for n in named if statistics is not None and n not in statistics]
         if missing:
-            raise FastWeightError(f"statistics has no {missing[0]!r}; expected those of this model's parameters")
+            raise FastWeightError(
+                f"statistics has no {missing[0]!r}; expected all that adapt: collect them from this model, with none "
+                "of these frozen, or leave it out by `parameters`"
+            )
         self.model, self.rule, self.lr, self.decay, self.eps = model, rule, lr, decay, eps
         self.segment, self.context, self.carry, self.clip, self.call = segment, context, carry, clip, call
         self.named, self.statistics = named, statistics
@@ -190,7 +193,9 @@ class DynamicEvaluation:
                 p.copy_(self._trained[n])
 
     def run(self, tokens: Tensor, *, progress: bool = False) -> DynamicResult:
-        """Score tokens (B, T), learning as it goes; call again to go on with the same document.
+        """Score tokens (B, T), learning as it goes; call again to go on learning from the same document.
+
+        Weights and cache go on from call to call; a carried state and the context begin anew with each.
 
         Each segment is scored first and learned from afterwards. All rows of a batch share the weights that learn: for
         one document alone, B is 1.
