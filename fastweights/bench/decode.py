@@ -7,13 +7,15 @@ ways must write the same tokens.
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from fastweights.bench import parts
 from fastweights.bench.agree import Disagreement
 from fastweights.bench.report import new_table
 from fastweights.bench.timing import Advance
@@ -29,6 +31,7 @@ SMOKE = Config.of("paper-small", dim=16, heads=2, depth=2, hidden=32)
 MODELS = ("gated-delta", "transformer")
 # shapes of the models that read a prompt
 SIZES: dict[str, dict[str, Any]] = {
+    "0.9 M": {},  # the application's default on a laptop
     "16 x 128": dict(depth=16, dim=128, heads=8),
     "12 x 768": dict(depth=12, dim=768, heads=12),
 }
@@ -66,6 +69,7 @@ class Prompt:
         peak: the most bytes of GPU memory held at once while reading, weights included; 0 on a CPU.
         tokens_per_second: of the text that follows.
         how: "eager", step by step, or "captured", a CUDA graph.
+        parts: milliseconds of a token by part of the model, step by step, where they were asked for.
     """
 
     model: str
@@ -75,6 +79,7 @@ class Prompt:
     peak: int
     tokens_per_second: float
     how: str
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 def likeliest(logits: Tensor, noise: Tensor) -> Tensor:
@@ -120,10 +125,10 @@ def writers(model: LanguageModel, state: Any, token: Tensor) -> list[tuple[str, 
     return found
 
 
-def new_model(config: Config, device: str) -> LanguageModel:
+def new_model(config: Config, device: str, vocab: int = VOCAB) -> LanguageModel:
     """A model with random weights; bfloat16 on a GPU, but for one with a Fast Weight Layer."""
     torch.manual_seed(0)
-    model = LanguageModel(config, VOCAB).to(device).eval()
+    model = LanguageModel(config, vocab).to(device).eval()
     return model.bfloat16() if device == "cuda" and config.head == "linear" else model
 
 
@@ -169,7 +174,14 @@ def prompts(
 
 @torch.no_grad()
 def after_prompts(
-    asked: Sequence[tuple[Config, int]], device: str, *, tokens: int, advance: Advance, warm: int = 2
+    asked: Sequence[tuple[Config, int]],
+    device: str,
+    *,
+    tokens: int,
+    advance: Advance,
+    warm: int = 2,
+    vocab: int = VOCAB,
+    profile: bool = False,
 ) -> list[Prompt]:
     """Read each prompt, then write after it. The prompt is read `warm` times before it is timed, if it is short.
 
@@ -179,12 +191,14 @@ def after_prompts(
         tokens: to write.
         advance: moves the progress bar.
         warm: readings of at most 20,000 tokens that compile kernels.
+        vocab: words of the vocabulary.
+        profile: also say where the time of a token goes, step by step.
     """
     found = []
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for config, n in asked:
-        model = new_model(config, device)
-        text = torch.arange(n).mul_(7919).remainder_(VOCAB - 1).numpy()
+        model = new_model(config, device, vocab)
+        text = torch.arange(n).mul_(7919).remainder_(vocab - 1).numpy()
         for _ in range(warm):
             memory = model.read(text[: min(n, 20_000)])
             model.step(torch.tensor([memory.last], device=device), memory.state)
@@ -200,12 +214,18 @@ def after_prompts(
         wait()
         took = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-        how, decoder = writers(model, memory.state, token)[-1]
+        (_, eager), *_ = known = writers(model, memory.state, token)
+        how, decoder = known[-1]
         rate = tokens / seconds(decoder, tokens)
         name = config.model if config.head == "linear" else f"{config.model}, {config.head}"
-        found.append(Prompt(name, n, took, tensor_bytes(memory.state), peak, rate, how))
+        where = dict[str, float]()
+        if profile:
+            where = parts.parts(model, partial(eager, torch.zeros(1, device=device)), device, steps=tokens)
+            if device == "cpu":  # of the tokens that were timed: those beside the profiler were others
+                where = {part: ms * 1e3 / rate / sum(where.values()) for part, ms in where.items()}
+        found.append(Prompt(name, n, took, tensor_bytes(memory.state), peak, rate, how, where))
         advance(f"{name}, {n:,} tokens", 1)
-        del model, memory, decoder
+        del model, memory, decoder, eager, known
     return found
 
 
@@ -235,6 +255,9 @@ def show_prompts(results: Sequence[Prompt], size: str, device: str, console: Con
             f"{r.tokens_per_second:,.0f}",
         )
     console.print(table)
+    columns = [(f"{r.model}\n{r.tokens:,}", r.parts, sum(r.parts.values())) for r in results if r.parts]
+    if columns:
+        parts.show(f"{size}: milliseconds of a token by part, step by step", columns, "a token", console)
 
 
 def payload(results: Sequence[Result], config: Config) -> dict[str, object]:
@@ -243,6 +266,6 @@ def payload(results: Sequence[Result], config: Config) -> dict[str, object]:
     return {"model": model, "vocabulary": VOCAB, "results": [asdict(r) for r in results]}
 
 
-def prompts_payload(results: Sequence[Prompt], size: str) -> dict[str, object]:
+def prompts_payload(results: Sequence[Prompt], size: str, vocab: int = VOCAB) -> dict[str, object]:
     """What came after prompts, for JSON."""
-    return {"size": size, "vocabulary": VOCAB, "prompts": [asdict(r) for r in results]}
+    return {"size": size, "vocabulary": vocab, "prompts": [asdict(r) for r in results]}

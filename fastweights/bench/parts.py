@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by parts of the model, from PyTorch's profiler.
+"""Where the time of a training step or of a token that is written goes, by parts of the model, from PyTorch's profiler.
 
 Modules mark their forward pass while the profiler looks on; what autograd does later is counted where the operation
 that it differentiates was. A compiled block is one piece to the profiler: its products, its fused kernels and its
@@ -7,17 +7,19 @@ memory are told apart, its modules are not.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 from torch.autograd.profiler import record_function
 
 from fastweights import attention
+from fastweights.bench.report import new_table
 from fastweights.models.blocks import FeedForward
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.mixers import FastWeightMixer
@@ -128,7 +130,7 @@ def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int
 
     Args:
         model: whose modules are marked.
-        step: makes one training step.
+        step: makes one training step, or writes one token.
         device: "cpu" or "cuda".
         steps: to profile, and to time without the profiler.
 
@@ -159,6 +161,19 @@ def parts(model: LanguageModel, step: Callable[[], Any], device: str, steps: int
     else:  # the profiler itself takes time: shares of what it saw, of a step without it
         found = {part: ms * whole / busy for part, ms in found.items()}
     return found
+
+
+def show(title: str, columns: Sequence[tuple[str, dict[str, float], float]], whole: str, console: Console) -> None:
+    """Print milliseconds by part as a table.  columns: (heading, by part, in all);  whole: name of the last row."""
+    table = new_table(title)
+    table.add_column("")
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right")
+    for part in PARTS:
+        if any(part in found for _, found, _ in columns):
+            table.add_row(part, *[f"{found.get(part, 0.0):.2f}" for _, found, _ in columns])
+    table.add_row(whole, *[f"{total:.2f}" for _, _, total in columns])
+    console.print(table)
 
 
 def _added(events: list[Any], gpu: bool) -> Any:

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from fastweights.bench import parts
 from fastweights.bench.agree import Disagreement
-from fastweights.bench.parts import HOST, PARTS, parts
 from fastweights.bench.report import new_table
 from fastweights.bench.timing import Advance
 from fastweights.models.config import Config
@@ -179,9 +179,9 @@ def measure(
     if profile:
         # A graph is one launch to the profiler: steps are launched one by one to see their parts.
         trainer.gradients = Gradients(trainer.objective, trainer.autocast, "to see its parts")
-        where = parts(trainer.model, step, device)
+        where = parts.parts(trainer.model, step, device)
         if device == "cuda":
-            where[HOST] = max(0.0, 1e3 * seconds - sum(ms for part, ms in where.items() if part != HOST))
+            where[parts.HOST] = max(0.0, 1e3 * seconds - sum(ms for part, ms in where.items() if part != parts.HOST))
         else:  # of the steps that were timed: those beside the profiler were others
             where = {part: ms * 1e3 * seconds / sum(where.values()) for part, ms in where.items()}
     return Result(
@@ -303,18 +303,9 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
                 f"{r.ready:.1f}",
             )
         console.print(table)
-        profiled = [r for r in mine if r.parts]
-        if not profiled:
-            continue
-        table = new_table(f"{size}: milliseconds of a step by part")
-        table.add_column("")
-        for r in profiled:
-            table.add_column(f"{r.model}\n{r.head}\n{r.how}", justify="right")
-        for part in PARTS:
-            if any(part in r.parts for r in profiled):
-                table.add_row(part, *[f"{r.parts.get(part, 0.0):.2f}" for r in profiled])
-        table.add_row("a step", *[f"{r.ms_per_step:.2f}" for r in profiled])
-        console.print(table)
+        profiled = [(f"{r.model}\n{r.head}\n{r.how}", r.parts, r.ms_per_step) for r in mine if r.parts]
+        if profiled:
+            parts.show(f"{size}: milliseconds of a step by part", profiled, "a step", console)
 
 
 def payload(results: Sequence[Result], vocab: int) -> dict[str, object]:

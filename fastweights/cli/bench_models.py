@@ -127,7 +127,11 @@ def decode(
     head: Annotated[
         list[str] | None, typer.Option(help="Output layer, with --context: linear or fwl; repeatable.")
     ] = None,
-    size: Annotated[str, typer.Option(help='Size, with --context: "16 x 128" or "12 x 768".')] = "12 x 768",
+    size: Annotated[str, typer.Option(help='Size, with --context: "0.9 M", "16 x 128" or "12 x 768".')] = "12 x 768",
+    vocab: Annotated[int, typer.Option(min=3, help="Words of the vocabulary, with --context.")] = 16_384,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print what each part of a token costs, step by step, with --context.")
+    ] = False,
     device: On = Device.cpu,
     smoke: Smoke = False,
     json: Json = None,
@@ -143,6 +147,7 @@ def decode(
 
     For example: `fastweights bench decode --device cuda --context 1024 --context 1048576 --model gated-delta`
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `train`
     path = start("bench decode", device, "decode", smoke, json)
     from fastweights.bench import decode as bench_decode
     from fastweights.bench import report
@@ -154,9 +159,10 @@ def decode(
         shape = bench_decode.SMOKE_SIZE if smoke else bench_decode.SIZES[size]
         asked = bench_decode.prompts(model or bench_decode.MODELS, head or ("linear",), context, shape)
         with agreeing(len(asked)) as advance:
-            found = bench_decode.after_prompts(asked, device, tokens=4 * tokens, advance=advance)
+            how = dict(tokens=4 * tokens, advance=advance, vocab=vocab, profile=profile)
+            found = bench_decode.after_prompts(asked, device, **how)
         bench_decode.show_prompts(found, "smoke" if smoke else size, device, Console())
-        write(path, report.payload(device) | {"decode": bench_decode.prompts_payload(found, size)})
+        write(path, report.payload(device) | {"decode": bench_decode.prompts_payload(found, size, vocab)})
         return
     # Several numbers of texts at once: one text is bound by launches, many by arithmetic.
     config = bench_decode.SMOKE if smoke else bench_decode.FULL
