@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.kimi_linear import KimiLinearConfig
 from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
-from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next import Qwen3NextConfig, modeling_qwen3_next
 
 from fastweights import FastWeightError
 from fastweights.bench import hf as bench_hf
@@ -130,6 +130,17 @@ def test_packed_rows_do_not_leak():
     o, _ = run(0, 9, cu_seqlens=torch.tensor([0, 4, 9]), use_qk_l2norm_in_kernel=True)
     for a, b in ((0, 4), (4, 9)):
         torch.testing.assert_close(o[:, a:b], run(a, b, use_qk_l2norm_in_kernel=True)[0])
+
+
+def test_queries_that_are_not_normalised_are_scaled_all_the_same():
+    """Of which no published model makes use."""
+    q, k, v = torch.randn(3, 2, 70, 2, 8) * 0.3
+    g, beta = -torch.rand(2, 70, 2), torch.rand(2, 70, 2)
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        theirs = getattr(modeling_qwen3_next, name)
+        how = dict(g=g, beta=beta, initial_state=None, output_final_state=True)
+        for got, want in zip(gated_delta_rule(q, k, v, **how), theirs(q, k, v, **how), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_convolutions_of_packed_rows_do_not_leak_either():

@@ -160,6 +160,29 @@ def test_delta_with_attention_norm_is_equations_26_to_28():
     assert_close(state.z[0, 0].detach().numpy(), z.detach().numpy())
 
 
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_attention_norm_with_decay(rule):
+    """Memory and normaliser decay together, before what a key retrieves is divided by its share of the normaliser."""
+    from fastweights.attention.memory import mix
+    from fastweights.torch.framework import OPS
+
+    config = AttentionConfig(6, 1, features="elu+1", norm="attention", rule=rule)
+    (q, k), v, T = torch.randn(2, 1, 9, 1, 6).double(), torch.randn(1, 9, 1, 6).double(), 9
+    log_decay, beta = -torch.rand(1, T, 1).double(), torch.rand(1, T, 1).double()
+    how = dict(cu_seqlens=None, mask=None, method="chunked", chunk_size=4, log_decay=log_decay)
+    o, memory, _ = mix(config, OPS, q, k, v, beta if rule == "delta" else None, None, None, None, how)
+    q, k = (torch.nn.functional.elu(a[0, :, 0]) + 1 for a in (q, k))
+    S, z = torch.zeros(6, 6).double(), torch.zeros(6).double()
+    for t in range(T):
+        a = log_decay[0, t, 0].exp()
+        S, z = a * S, a * z
+        retrieved = S.T @ k[t] / (z @ k[t]) if t and rule == "delta" else 0.0
+        S = S + (beta[0, t, 0] if rule == "delta" else 1.0) * torch.outer(k[t], v[0, t, 0] - retrieved)
+        z = z + k[t]
+        assert_close(o[0, t, 0].numpy(), (S.T @ q[t] / (z @ q[t])).numpy())
+    assert_close(memory[0, 0].numpy(), S.numpy())
+
+
 def test_sum_with_attention_norm_is_the_linear_transformer():
     layer = FastWeightAttention.preset("linear-transformer", dim=6, heads=2, dtype=torch.float64)
     x = tokens()

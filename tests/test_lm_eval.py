@@ -111,6 +111,25 @@ def test_summary_counts_bytes(model, texts, tmp_path):
     assert report.plot(scores, texts, model.tokenizer.lengths(), tmp_path / "x.png")
 
 
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [
+        (dict(), [0.1, 0.5, 0.15, 0.25]),
+        (dict(top_k=2), [0, 2 / 3, 0, 1 / 3]),
+        (dict(top_p=0.6), [0, 2 / 3, 0, 1 / 3]),  # the first that together have 0.6 or more
+        (dict(top_p=0.45), [0.0, 1.0, 0.0, 0.0]),
+        (dict(min_p=0.28), [0, 5 / 9, 1.5 / 9, 2.5 / 9]),  # at least 0.14
+        (dict(top_k=3, min_p=0.4), [0, 2 / 3, 0, 1 / 3]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_is_said(how, kept):
+    logits, noise = torch.tensor([0.1, 0.5, 0.15, 0.25]).log(), (torch.arange(9000) + 0.5) / 9000
+    drawn = Sampling(temperature=1.0, **how).pick(logits.expand(9000, 4), noise)
+    torch.testing.assert_close(drawn.bincount(minlength=4) / 9000, torch.tensor(kept), rtol=0, atol=3e-4)
+    warm = Sampling(temperature=2.0).pick(logits.expand(9000, 4), noise).bincount(minlength=4) / 9000
+    torch.testing.assert_close(warm, torch.tensor([0.1, 0.5, 0.15, 0.25]).sqrt().div(1.9108), rtol=0, atol=3e-4)
+
+
 @pytest.mark.parametrize("n", [1, 300, 700, 1500, 5000])
 def test_the_curve_of_a_text_has_points_however_short(n):
     """Each a mean over 512 bytes or more, where there are as many, and all together of the whole text."""

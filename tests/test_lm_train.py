@@ -142,6 +142,26 @@ def test_steps_have_a_rate_of_their_own():
     groups = optimizer.make_optimizer(model, config).param_groups
     assert [g["peak"] for g in groups] == [config.lr, config.lr, 0.5]
     assert groups[2]["params"] == [model.fast.steps]
+    assert [g["weight_decay"] for g in groups] == [config.weight_decay, 0.0, 0.0]
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+
+
+def test_rows_forget_now_and_then(go, monkeypatch):
+    """So that a model has started with an empty memory: other rows in every step, as often as was asked for."""
+    seen, real = [], trainer.to_batch
+
+    def watched(rows, start, device, forget=None, **how):
+        if forget is None:  # a validation
+            return real(rows, start, device, **how)
+        batch = real(rows, start, device, forget, **how)
+        assert (batch[3].keep.bool().numpy() == ~(forget | (rows[:, 0] == start))).all()
+        seen.append(forget)
+        return batch
+
+    monkeypatch.setattr(trainer, "to_batch", watched)
+    go("run", forget=0.25, batch=16, steps=8, eval_every=100)
+    assert len({row.tobytes() for row in seen}) > 4
+    assert 0.1 < sum(row.mean() for row in seen) / len(seen) < 0.4
 
 
 def test_accumulation_is_a_larger_batch(go):
