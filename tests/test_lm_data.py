@@ -12,6 +12,7 @@ from fastweights.text import corpus, corpus_files, tokenizer
 from fastweights.text import encoded_corpus as data
 from fastweights.text.encoded_corpus import prepare
 from fastweights.training.batches import Batches
+from fastweights.training.objective import to_batch
 
 TEXT = b"def f(x):\n    return x + 1\n"
 
@@ -44,6 +45,16 @@ def test_splits_depend_on_names_alone(files):
     assert sorted(d.name for part in split.values() for d in part) == sorted(d.name for d in found)
     assert all(split.values())
     assert {d.name for d in split["train"]} <= {d.name for d in again["train"]}
+    many = corpus.split([corpus.Document(f"{i}.txt", b"") for i in range(4000)], "")
+    assert {name: round(len(part) / 4000, 2) for name, part in many.items()} == dict(train=0.9, valid=0.05, test=0.05)
+
+
+def test_the_start_of_a_document_is_read_and_never_a_label():
+    rows = np.array([[9, 1, 2, 9, 3], [4, 5, 9, 6, 7]])
+    tokens, labels, weights, documents = to_batch(rows, 9, "cpu")
+    assert weights.tolist() == [[1, 1, 0, 1], [1, 0, 1, 1]]
+    assert (tokens == 9).tolist() == documents.starts.tolist()
+    assert labels.tolist() == rows[:, 1:].tolist()
 
 
 def test_one_file_is_cut(tmp_path):
