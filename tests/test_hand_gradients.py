@@ -83,6 +83,22 @@ def test_first_and_second_derivatives(case):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
+@pytest.mark.parametrize("need", [(1, 1, 0), (0, 1, 1), (1, 0, 0), (0, 0, 1)])
+def test_second_derivatives_beside_what_is_frozen(need):
+    """As with adapters, whose layers around them have no gradients. Rows enough for the form by hand."""
+    given = [
+        torch.randn(*shape).double().requires_grad_(bool(n))
+        for shape, n in zip(((600, 32), (600, 32), (32,)), need, strict=True)
+    ]
+    leaves = [x for x in given if x.requires_grad]
+
+    def twice(f):
+        first = torch.autograd.grad(f(*given, 1e-5, "silu").sin().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    torch.testing.assert_close(twice(hand_gradients.gated_norm), twice(hand_gradients._gated_norm))
+
+
 def test_vmap_of_the_gradient(case, request):
     kinds = ("gated norm", "norm with a sigmoid, in cache", "packed", "packed, of one length")
     if request.node.callspec.params["case"] in kinds:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.torch.derivatives import once
+from fastweights.torch.derivatives import differentiable, once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, outside_autocast
 from fastweights.torch.private import is_transformed
 
@@ -157,7 +157,8 @@ class Head(torch.autograd.Function):
         n, words, c, labels, r, log_sum = ctx.saved_tensors
         dr = dr if ctx.want_r else None  # of an empty r torch.compile makes zeros
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a second derivative
-            return *_differentiable(ctx.needs_input_grad, (n, words, c), labels, dloss, dr), None, None
+            plain = lambda n, words, c: _plain(n, words, c, labels)  # noqa: E731
+            return *differentiable(plain, (n, words, c), ctx.needs_input_grad, (dloss, dr)), None, None
         dwords, dc = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (words, c))
         dn = score_backward(n, words, c, labels, log_sum, r, dloss, dr, dwords, dc)
         return dn.to(n.dtype), dwords.to(words.dtype), dc.to(c.dtype), None, None
@@ -301,16 +302,6 @@ def _plain(n, words, c, labels):
     log_p = torch.log_softmax((n @ words.mT + c).to(accumulation_dtype(n)), -1)
     loss = -log_p.gather(1, labels[:, None])[:, 0]
     return loss, log_p.exp().to(words.dtype) @ words - words[labels]
-
-
-def _differentiable(wanted, given, labels, dloss, dr):
-    """The gradients of n, words and c, those wanted, as functions of all that they are made of."""
-    n, words, c = given
-    y = _plain(n, words, c, labels)
-    dy = [torch.zeros_like(a) if b is None else b for a, b in zip(y, (dloss, dr), strict=True)]
-    leaves = [x for x, want in zip(given, wanted, strict=False) if want]
-    found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True, materialize_grads=True))
-    return [next(found) if want else None for want in wanted[:3]]
 
 
 def _there(n):

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.functional import relu, sigmoid, silu, softplus
 
 from fastweights.debugging import debugging
+from fastweights.torch.derivatives import differentiable
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype, wide
 from fastweights.torch.private import has_modes, is_forward, is_transformed, is_watched
 from fastweights.torch.watching import watchers
@@ -117,8 +118,8 @@ class ScaledNorm(torch.autograd.Function):
         if dy is None:
             return None, None, None
         if torch.is_grad_enabled():  # a second derivative
-            y = functional.rms_norm(x, weight.shape, weight, ctx.eps)
-            return *torch.autograd.grad(y, (x, weight), dy, create_graph=True), None
+            plain = lambda x, weight: functional.rms_norm(x, weight.shape, weight, ctx.eps)  # noqa: E731
+            return *differentiable(plain, (x, weight), ctx.needs_input_grad, (dy,)), None
         width, shape = x.shape[-1], x.shape
         dy, x, inverse = (z.reshape(-1, z.shape[-1]) for z in (dy, x, inverse))
         product = (dy * x).mul_(inverse)
@@ -175,8 +176,8 @@ class GatedNorm(torch.autograd.Function):
         """
         x, gate, weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative
-            y = _gated_norm(x, gate, weight, ctx.eps, ctx.activation)
-            return *torch.autograd.grad(y, (x, gate, weight), dy, create_graph=True), None, None
+            plain = lambda *given: _gated_norm(*given, ctx.eps, ctx.activation)  # noqa: E731
+            return *differentiable(plain, (x, gate, weight), ctx.needs_input_grad, (dy,)), None, None
         act, act_backward = ACTIVATIONS[ctx.activation]
         dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(weight)
         for rows in _in_cache(x):
