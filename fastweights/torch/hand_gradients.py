@@ -176,7 +176,7 @@ class GatedNorm(torch.autograd.Function):
         """
         x, gate, weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative
-            plain = lambda *given: _gated_norm(*given, ctx.eps, ctx.activation)  # noqa: E731
+            plain = lambda x, gate, weight: _gated_norm(x, gate, weight, ctx.eps, ctx.activation)  # noqa: E731
             return *differentiable(plain, (x, gate, weight), ctx.needs_input_grad, (dy,)), None, None
         act, act_backward = ACTIVATIONS[ctx.activation]
         dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(weight)
