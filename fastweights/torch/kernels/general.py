@@ -63,28 +63,22 @@ def _by_cuts(q, k, erase, beta, log_a, often, sign, Q, E, W, A, M, token, head, 
 
 
 @triton.jit
-def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, hard, of_sequence, of_row, T, per, tokens,
-             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
-             BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
-             PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+def _prepare_row(at, q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_row, T, per,
+                 H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+                 BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
+                 PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
     """Everything about one chunk that does not depend on the memory: Q, E, W, A, X and g_end of the equations above.
 
-    One program: one row (a chunk of C tokens of one sequence) and one head. It goes over the key features BK at a time
-    and adds up A and M, [C, C], in registers; at the end M is inverted there too, so that X is all that is written of
-    it.
+    at: which row (a chunk of C tokens of one sequence) and head. It goes over the key features BK at a time and adds up
+    A and M, [C, C], in registers; at the end M is inverted there too, so that X is all that is written of it.
 
         q, k, erase (tokens, H, K);  beta (tokens, H);  log_decay (tokens, H) or (tokens, H, K); None where absent
         sign        matrices of `pairs.signs`, by which decays per channel are summed
         Q, E, W     (tokens, H, K), written; E only with DELTA
         A, X        (rows, H, C, C), written; g_end (rows, H, K), written where something decays
-        hard        (rows, H) or None: chunks where it is 0 are done already (halfway.py)
         BEFORE      queries read before their token writes, so they do not see its own error
         DECAY       0 none, 1 one per head, 2 one per channel, whose pairs meet at boundaries (pairs.py)
     """
-    at = tl.program_id(0).to(tl.int64)  # one program: one row and head
-    if hard is not None:  # noqa: SIM102 - Triton would load from nothing
-        if tl.load(hard + at) == 0:
-            return
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     dtype = k.dtype.element_ty
@@ -130,6 +124,34 @@ def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, hard, of_
     if DELTA:
         M_i = tl.where(i[:, None] > i[None, :], M_i, 0.0)
         tl.store(X + to, _invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
+
+
+@triton.jit
+def _prepare(q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, hard, of_sequence, of_row, T, per, tokens,
+             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+             BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
+             PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    """`_prepare_row` for one row and head, or for those of MANY that are hard.
+
+    hard        (rows, H) or None: chunks where it is 0 are done already (halfway.py)
+    """
+    first = tl.program_id(0).to(tl.int64) * MANY
+    if hard is None:
+        _prepare_row(first, q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_row, T, per, H, K, C, BK,
+                     DELTA, BEFORE, DECAY, PACKED, LIMIT, PRECISION, SUMS, SOLVE)  # fmt: skip
+    elif tl.max(tl.load(hard + first + tl.arange(0, MANY)), 0) != 0:
+        for n in range(0, MANY):
+            if tl.load(hard + first + n) != 0:
+                _prepare_row(first + n, q, k, erase, beta, log_decay, sign, Q, E, W, A, X, g_end, of_row, T, per, H, K,
+                             C, BK, DELTA, BEFORE, DECAY, PACKED, LIMIT, PRECISION, SUMS, SOLVE)  # fmt: skip
+
+
+def how_many(layout, H, hard):
+    """Rows and heads that one program looks through for hard ones, which are rare: to start a program costs as much."""
+    if hard is None:
+        return 1
+    total = layout.rows * H
+    return next(n for n in (16, 8, 4, 2, 1) if total % n == 0 and (total >= 512 * n or n == 1))
 
 
 def precisions(k, precision):
@@ -220,8 +242,9 @@ def prepare(plan, x, layout, spec, precision):
             layout.launch(
                 plan, halfway.prepare, (layout.rows * H,), (*given, *written),
                 (H, K, C, BK, spec.delta, spec.before, packed, halfway.LIMIT, products, solve), **options)  # fmt: skip
+        many = how_many(layout, H, hard)
         layout.launch(
-            plan, _prepare, (layout.rows * H,), (*given, sums(plan, x), *written),
-            (H, K, C, BK, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs, solve),
+            plan, _prepare, (layout.rows * H // many,), (*given, sums(plan, x), *written),
+            (H, K, C, BK, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs, solve, many),
             **options)  # fmt: skip
     return Q, E, W, A, X, g_end, hard

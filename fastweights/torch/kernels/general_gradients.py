@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks, halfway
-from fastweights.torch.kernels.general import LIMIT, kind_of_decay, precisions, sums
+from fastweights.torch.kernels.general import LIMIT, how_many, kind_of_decay, precisions, sums
 from fastweights.torch.kernels.local import join
 from fastweights.torch.kernels.pairs import (
     add_up,
@@ -181,21 +181,17 @@ def _of_plain_pairs(x, w, dP, at, dx, dw, total, C: tl.constexpr, DECAY: tl.cons
 
 
 @triton.jit
-def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay, derase,
-               hard, of_sequence, of_row, T, per, tokens,
-               H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-               DELTA: tl.constexpr, BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-               LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+def _gradients_row(at, block, q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay,
+                   derase, of_row, T, per, tokens,
+                   H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                   BV: tl.constexpr,
+                   DELTA: tl.constexpr, BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+                   LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
     """Of one row, head and block of BK keys: dq, derase, dk, the block's part of dbeta, and dlog_decay or its part.
 
     log a of a token is in what is read of the memory from it on, in what earlier tokens leave there, in all that is
     kept of it, and between earlier writers and later readers.
     """
-    block = tl.program_id(0)
-    at = tl.program_id(1).to(tl.int64)
-    if hard is not None:  # noqa: SIM102 - Triton would load from nothing
-        if tl.load(hard + at) == 0:
-            return
     row, head = at // H, at % H
     first_d = block * BK
     token, left = find_row(of_row, T, per, row, C, PACKED)
@@ -212,46 +208,66 @@ def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, 
         _by_cuts(q, k, erase, beta, log_a, end, kept, often, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay,
                  derase, rate, at, token, head, first_d, left, H, K, V, C, BK, BV, DELTA, BEFORE, LIMIT, PRECISION,
                  SUMS)  # fmt: skip
-        return
-    e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
-    dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
-    read = tl.zeros([C], tl.float32)
-    if DECAY:
-        log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, k.dtype.element_ty)
-        dw *= decay(log_end - log_g)[:, None]
-        left_there = tl.sum(w_i * dw, 1)
-        wrote = tl.zeros([C], tl.float32)
-    q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
-    dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
-    if DECAY:
-        dm *= decay(log_r)[:, None]
-        read = tl.sum(q_i * dm, 1)
-    dm, dw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, dm, dw, read, C, DECAY, PRECISION)
-    if DECAY:
-        wrote += of_writers
-    store_tile(dq, dm, token, head, first_d, left, H, K, C, BK)
-    reads_of_keys = tl.zeros([C], tl.float32)
-    if DELTA:
-        dm = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+    else:
+        e_i, w_i = load_keys(k, erase, beta, token, head, first_d, left, H, K, C, BK, DELTA)
+        dw = _of_memory(e, D, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)  # of the key as it writes
+        read = tl.zeros([C], tl.float32)
         if DECAY:
-            dm *= decay(log_g)[:, None]
-            reads_of_keys = tl.sum(e_i * dm, 1)
-        dm, dw, reads_of_keys, of_writers = _of_plain_pairs(
-            e_i, w_i, dM, at, dm, dw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
+            log_g, log_r, log_end = load_heads(log_decay, token, head, left, H, C, BEFORE, k.dtype.element_ty)
+            dw *= decay(log_end - log_g)[:, None]
+            left_there = tl.sum(w_i * dw, 1)
+            wrote = tl.zeros([C], tl.float32)
+        q_i = load_tile(q, token, head, first_d, left, H, K, C, BK)
+        dm = _of_memory(do, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+        if DECAY:
+            dm *= decay(log_r)[:, None]
+            read = tl.sum(q_i * dm, 1)
+        dm, dw, read, of_writers = _of_plain_pairs(q_i, w_i, dA, at, dm, dw, read, C, DECAY, PRECISION)
         if DECAY:
             wrote += of_writers
-        if erase is not None:
-            store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
-    _of_keys(k, beta, dw, dm, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
-    if DECAY:
-        from_here, after = reads_of_keys - wrote, read
-        if not BEFORE:
-            from_here += read
-        both = tl.where(i[:, None] <= i[None, :], from_here[None, :], left_there[None, :])
-        if BEFORE:
-            both += tl.where(i[:, None] < i[None, :], after[None, :], 0.0)
-        ga = tl.sum(both, 1) + tl.sum(kept, 0) * decay(log_end)
-        tl.store(dlog_decay + rate, ga.to(dlog_decay.dtype.element_ty), mask=i < left)
+        store_tile(dq, dm, token, head, first_d, left, H, K, C, BK)
+        reads_of_keys = tl.zeros([C], tl.float32)
+        if DELTA:
+            dm = -_of_memory(dv, S, at, token, head, left, first_d, H, K, V, C, BK, BV, PRECISION)
+            if DECAY:
+                dm *= decay(log_g)[:, None]
+                reads_of_keys = tl.sum(e_i * dm, 1)
+            dm, dw, reads_of_keys, of_writers = _of_plain_pairs(
+                e_i, w_i, dM, at, dm, dw, reads_of_keys, C, DECAY, PRECISION)  # fmt: skip
+            if DECAY:
+                wrote += of_writers
+            if erase is not None:
+                store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
+        _of_keys(k, beta, dw, dm, dbeta, dk, rate, token, head, first_d, left, H, K, C, BK, DELTA and erase is None)
+        if DECAY:
+            from_here, after = reads_of_keys - wrote, read
+            if not BEFORE:
+                from_here += read
+            both = tl.where(i[:, None] <= i[None, :], from_here[None, :], left_there[None, :])
+            if BEFORE:
+                both += tl.where(i[:, None] < i[None, :], after[None, :], 0.0)
+            ga = tl.sum(both, 1) + tl.sum(kept, 0) * decay(log_end)
+            tl.store(dlog_decay + rate, ga.to(dlog_decay.dtype.element_ty), mask=i < left)
+
+
+@triton.jit
+def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta, dlog_decay, derase,
+               hard, of_sequence, of_row, T, per, tokens,
+               H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               DELTA: tl.constexpr, BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+               LIMIT: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    """`_gradients_row` of one block of keys, for one row and head, or for those of MANY that are hard."""
+    block, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * MANY
+    if hard is None:
+        _gradients_row(first, block, q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk, dbeta,
+                       dlog_decay, derase, of_row, T, per, tokens, H, K, V, C, BK, BV, DELTA, BEFORE, DECAY, PACKED,
+                       LIMIT, PRECISION, SUMS)  # fmt: skip
+    elif tl.max(tl.load(hard + first + tl.arange(0, MANY)), 0) != 0:
+        for n in range(0, MANY):
+            if tl.load(hard + first + n) != 0:
+                _gradients_row(first + n, block, q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, dk,
+                               dbeta, dlog_decay, derase, of_row, T, per, tokens, H, K, V, C, BK, BV, DELTA, BEFORE,
+                               DECAY, PACKED, LIMIT, PRECISION, SUMS)  # fmt: skip
 
 
 def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
@@ -287,9 +303,10 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
                 plan, halfway.gradients, (parts, layout.rows * H), (*given, *rest, *written),
                 (H, K, V, C, BK, BV, spec.delta, spec.before, packed, halfway.LIMIT, products),
                 num_warps=warps, num_stages=stages)  # fmt: skip
+        many = how_many(layout, H, hard)
         layout.launch(
-            plan, _gradients, (parts, layout.rows * H), (*given, sums(plan, x), *rest, *written),
-            (H, K, V, C, BK, BV, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs),
+            plan, _gradients, (parts, layout.rows * H // many), (*given, sums(plan, x), *rest, *written),
+            (H, K, V, C, BK, BV, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs, many),
             num_warps=warps, num_stages=stages)  # fmt: skip
     dbeta = join(plan, dbeta, x.beta)
     return dq, dk, dbeta, dlog_decay if kind == 2 else join(plan, dlog_decay, x.log_decay), derase
