@@ -253,8 +253,11 @@ def round_to_tf32(x):
 
 @triton.jit
 def decay(log):
-    """The factor of which this is the logarithm, or the difference of two, in float32."""
-    return tl.exp(log.to(tl.float32))
+    """The factor of which this is the logarithm, or the difference of two, in float32.
+
+    As a power of two: of tl.exp each costs three instructions more, for results below 1e-38.
+    """
+    return tl.exp2(log.to(tl.float32) * 1.4426950408889634)
 
 
 @triton.jit
