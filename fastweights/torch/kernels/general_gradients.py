@@ -270,11 +270,11 @@ def _gradients(q, k, erase, beta, log_decay, sign, S, D, do, e, dv, dA, dM, dq, 
                                DECAY, PACKED, LIMIT, PRECISION, SUMS)  # fmt: skip
 
 
-def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
+def gradients(plan, x, hard, g_end, S, D, do, e, dv, layout, spec, precision):
     """Slots of dq, dk, dbeta, dlog_decay and derase from what the two walks left.
 
-    x: the inputs of the call, q and k mapped;  hard: of `general.prepare`;  S, D: the memory before and its gradient
-    after each chunk;  e: the errors that were written;  dv: their gradient, and that of v.
+    x: the inputs of the call, q and k mapped;  hard, g_end: of `general.prepare`;  S, D: the memory before and its
+    gradient after each chunk;  e: the errors that were written;  dv: their gradient, and that of v.
     """
     q, k, V = x.q, x.k, x.v.shape[3]
     H, K = k.shape[2:]
@@ -297,15 +297,15 @@ def gradients(plan, x, hard, S, D, do, e, dv, layout, spec, precision):
             (H, V, C, BV_pairs, spec.delta, spec.before, kind, packed, products),
             num_warps=4, num_stages=stages)  # fmt: skip
         given, rest = (q, k, x.erase, x.beta, x.log_decay), (S, D, do, e, dv, dA, dM)
-        written = dq, dk, dbeta, dlog_decay, derase, hard
+        written = dq, dk, dbeta, dlog_decay, derase
         if hard is not None:
             layout.launch(
-                plan, halfway.gradients, (parts, layout.rows * H), (*given, *rest, *written),
+                plan, halfway.gradients, (parts, layout.rows * H), (*given, *rest, *written, g_end),
                 (H, K, V, C, BK, BV, spec.delta, spec.before, packed, halfway.LIMIT, products),
                 num_warps=warps, num_stages=stages)  # fmt: skip
         many = how_many(layout, H, hard)
         layout.launch(
-            plan, _gradients, (parts, layout.rows * H // many), (*given, sums(plan, x), *rest, *written),
+            plan, _gradients, (parts, layout.rows * H // many), (*given, sums(plan, x), *rest, *written, hard),
             (H, K, V, C, BK, BV, spec.delta, spec.before, kind, packed, LIMIT[k.dtype], products, sums_of_logs, many),
             num_warps=warps, num_stages=stages)  # fmt: skip
     dbeta = join(plan, dbeta, x.beta)

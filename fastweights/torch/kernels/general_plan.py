@@ -41,5 +41,5 @@ def add_backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
         end = sequence_parallel.general_after_each(plan, B, prepared, do, end, where, spec, precision)
     dv, dstate, D = general_walks.walk_back(plan, prepared, do, end, where, spec, precision, save=True)
     dq, dk, dbeta, dlog_decay, derase = general_gradients.gradients(
-        plan, x, hard, S, D, do, e, dv, where, spec, precision)  # fmt: skip
+        plan, x, hard, prepared[5], S, D, do, e, dv, where, spec, precision)  # fmt: skip
     return [dq, dk, dv, dbeta, dlog_decay, derase], dstate
