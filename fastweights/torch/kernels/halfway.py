@@ -155,12 +155,12 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
     for first in range(0, V, BV):
         S_i = load_block(S, at, first, first_d, V, K, BV, BK)
         D_i = load_block(D, at, first, first_d, V, K, BV, BK)
-        written = load_tile(e, token, head, first, left, H, V, C, BV)
+        errors = load_tile(e, token, head, first, left, H, V, C, BV)
         of_queries = load_tile(do, token, head, first, left, H, V, C, BV)
         if DELTA:
             of_keys = load_tile(dv, token, head, first, left, H, V, C, BV)
         kept += tl.sum(tl.reshape(S_i.to(tl.float32) * D_i, [BV // 16, 16, BK]), 0)
-        dw = product(written, D_i, dw, PRECISION)
+        dw = product(errors, D_i, dw, PRECISION)
         dq_i = product(of_queries, S_i, dq_i, PRECISION)
         if DELTA:
             dm = product(of_keys, S_i, dm, PRECISION)
@@ -177,17 +177,21 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
         e_i = k_i
         if erase is not None:
             e_i = load_tile(erase, token, head, first_d, left, H, K, C, BK)
-    to_key, to_query, from_key = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
-    written = k_i * from_key
-    if beta is not None:
-        written *= b[:, None]
-    written = short(written, low, PRECISION)
-    # All that is written, and what is kept of before, decays at the first token.
-    dw *= to_half
-    there = tl.sum(kept, 0)[None, :] * (to_half * to_half) + tl.sum(written * dw, 0)[None, :]
+    to_key = tl.zeros([C, BK], tl.float32)
+    to_query = to_key
+    written = tl.zeros([C, BK], low)
+    there = tl.zeros([1, BK], tl.float32)
+    if left > -1:
+        to_key, to_query, from_key = _decay(log_a, C, BEFORE, LIMIT, PRECISION, low)
+        if beta is not None:
+            from_key *= b[:, None]
+        written = short(k_i * from_key, low, PRECISION)
+        # All that is written, and what is kept of before, decays at the first token.
+        dw *= to_half
+        there = tl.sum(kept, 0)[None, :] * (to_half * to_half) + tl.sum(written * dw, 0)[None, :]
     # queries
     crossing = tl.zeros([C, BK], tl.float32)
-    if left > -1:
+    if left > -2:
         reader = _rounded(q_i * to_query, low, PRECISION)
         dq_i = product(pairs, written, dq_i * to_half, PRECISION)
         dw = product(tl.trans(pairs), reader.to(low), dw, PRECISION)
@@ -200,7 +204,7 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
         crossing = tl.zeros([C, BK], tl.float32)
     # keys, as they read
     if DELTA:  # noqa: SIM102 - the compiler decides this one
-        if left > -2:
+        if left > -3:
             reader = _rounded(e_i * to_key, low, PRECISION)
             dm = product(pairs_of_keys, written, dm * -to_half, PRECISION)
             dw = product(tl.trans(pairs_of_keys), reader.to(low), dw, PRECISION)
@@ -208,7 +212,7 @@ def gradients(q, k, erase, beta, log_decay, S, D, do, e, dv, dA, dM, dq, dk, dbe
             dm *= to_key
             if erase is not None:
                 store_tile(derase, dm, token, head, first_d, left, H, K, C, BK)
-    if left > -3:
+    if left > -4:
         crossing -= written * dw
         from_here = _sums(tl.trans(_before(C, True, low)), crossing, PRECISION)
         if BEFORE:
