@@ -133,7 +133,8 @@ def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtyp
     """Shapes and dtypes of what the forward pass keeps for the backward.
 
     X (rows, H, C, C), the inverses (delta rule); A like X, what queries read of their chunk (with decay); S (spans, H,
-    V, K), the memory before each span, transposed; u like v, what was written (delta rule). All in the dtype of q.
+    V, K), the memory before each span, transposed; u like v, what was written (delta rule). All in the dtype of q. With
+    decay also rates and decays by chunks, as `tiles.rates` gives them.
     """
     (B, T, H, _), V, K = inputs.q.shape, inputs.v.shape[-1], feature_width(inputs, spec)
     if general.takes(inputs):
@@ -144,7 +145,8 @@ def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtyp
     X = [square] if spec.delta else []
     A = [square] if inputs.log_decay is not None and blocks.ON_CHIP[dtype] >= K else []
     u = [tuple(inputs.v.shape)] if blocks.saves_errors(K, dtype, inputs.beta, spec) else []
-    return [(shape, dtype) for shape in (*X, *A, (kept, H, V, K), *u)]
+    rates = [] if inputs.log_decay is None else tiles.shapes_of_rates(rows, H, inputs.beta is not None, dtype)
+    return [*((shape, dtype) for shape in (*X, *A, (kept, H, V, K), *u)), *rates]
 
 
 def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -219,7 +221,8 @@ def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool
     if n > 1:
         start = sequence_parallel.before_each(plan, B, *walk, start, where, spec, precision)
     o, state, S, u = forward_kernels.walk(plan, *walk, start, where, spec, precision, width=x.v.shape[-1], save=save)
-    saved = [slot for slot in (X, A, S, _shaped(plan, u, inputs.v.shape)) if slot is not None] if save else []
+    rates = () if decays is None else (beta, *decays)
+    saved = [x for x in (X, A, S, _shaped(plan, u, inputs.v.shape), *rates) if x is not None] if save else []
     return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
 
 
@@ -285,10 +288,15 @@ def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: lis
 def _backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
     """`general_plan.add_backward` for one decay per head, or none, and no erase key."""
     B, saved = inputs.q.shape[0], iter(saved)
-    beta, decays = tiles.rates(plan, x.beta, x.log_decay, where, spec, x.k)
     X = next(saved) if spec.delta else None
-    A = next(saved) if decays is not None and not blocks.wide(x.k) else None
-    S, u = next(saved), sequence_parallel.cut(n, next(saved, None))
+    A = next(saved) if x.log_decay is not None and not blocks.wide(x.k) else None
+    S, has_u = next(saved), blocks.saves_errors(x.k.shape[-1], x.k.dtype, x.beta, spec)
+    u = sequence_parallel.cut(n, next(saved)) if has_u else None
+    if x.log_decay is None:
+        beta, decays = tiles.rates(plan, x.beta, None, where, spec, x.k)
+    else:
+        beta = None if x.beta is None else next(saved)
+        decays = tiles.Decays(*saved)
     if not spec.delta and x.beta is None:
         u = x.v  # what is written are the values themselves
     walk, rated = (x.q, x.k, beta, decays, X, A, do), u is not None

@@ -322,6 +322,13 @@ class Decays(NamedTuple):
     factors: Slot
 
 
+def shapes_of_rates(rows, H, beta, dtype, decay=True):
+    """(shape, dtype) of what `rates` gives for keys of dtype: beta if there is any, then `Decays`."""
+    sums = torch.float64 if dtype == torch.float32 else torch.float32
+    wanted = [((rows, H, C), torch.float32)] if beta else []
+    return [*wanted, ((rows, H, C), sums), ((rows, H, 3, C), torch.float32)] if decay else wanted
+
+
 def rates(plan, beta, log_decay, layout, spec, k):
     """Plan the rates by chunks: a slot of beta, (rows, H, C), and `Decays`; None for what is not there.
 
@@ -335,15 +342,14 @@ def rates(plan, beta, log_decay, layout, spec, k):
         k: slot of the keys, whose dtype decides that of the sums.
     """
     H = k.shape[2]
-    if (beta is None and log_decay is None) or not layout.rows:
+    if beta is None and log_decay is None:
         return None, None
-    beta_rows = None if beta is None else plan.empty((layout.rows, H, C), torch.float32)
-    decays = None
-    if log_decay is not None:
-        sums = torch.float64 if k.dtype == torch.float32 else torch.float32
-        decays = Decays(plan.empty((layout.rows, H, C), sums), plan.empty((layout.rows, H, 3, C), torch.float32))
-    BH = min(16, 1 << (H - 1).bit_length())
-    layout.launch(
-        plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, *(decays or (None, None))),
-        (H, C, BH, spec.before, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
+    shapes = [plan.empty(*x) for x in shapes_of_rates(layout.room, H, beta is not None, k.dtype, log_decay is not None)]
+    beta_rows = None if beta is None else shapes.pop(0)
+    decays = None if log_decay is None else Decays(*shapes)
+    if layout.rows:
+        BH = min(16, 1 << (H - 1).bit_length())
+        layout.launch(
+            plan, _rates, (layout.rows, -(-H // BH)), (beta, log_decay, beta_rows, *(decays or (None, None))),
+            (H, C, BH, spec.before, beta is not None, log_decay is not None, layout.of_row is not None))  # fmt: skip
     return beta_rows, decays
