@@ -197,7 +197,8 @@ def _keys(q, k, factors, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_
     row, head = at // H, at % H
     token, left = find_row(of_row, T, per, row, C, PACKED)
     i = tl.arange(0, C)
-    kept = 0.0  # what the memory keeps, times its gradient
+    # What the memory keeps, times its gradient. It is summed up within threads: a number would take all warps in turn.
+    kept = tl.zeros([BV, BK // 8], tl.float32) if within is None else 0.0
     dq_i = tl.zeros([C, BK], tl.float32)
     dk_i = tl.zeros([C, BK], tl.float32)  # of a key, as it writes,
     dm_i = tl.zeros([C, BK], tl.float32)  # and as it reads what it will correct
@@ -208,7 +209,9 @@ def _keys(q, k, factors, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_
         u_i = load_tile(u, token, head, first, left, H, V, C, BV)
         if DELTA:
             dv_i = load_tile(dv, token, head, first, left, H, V, C, BV)
-        if DECAY:
+        if DECAY and within is None:
+            kept += tl.sum(tl.reshape(D_i.to(tl.float32) * S_i, [BV, BK // 8, 8]), 2)
+        elif DECAY:
             kept += tl.sum(D_i.to(tl.float32) * S_i)
         dq_i = product(do_i, S_i, dq_i, PRECISION)
         dk_i = product(u_i, D_i, dk_i, PRECISION)
@@ -224,6 +227,8 @@ def _keys(q, k, factors, S, D, do, dv, u, dA, R, dq, dk, dlog_decay, within, of_
         dq_i *= tl.load(factors + at * 3 * C + C + i)[:, None]
         dk_i *= tl.load(factors + at * 3 * C + 2 * C + i)[:, None]
         dm_i *= tl.load(factors + at * 3 * C + i)[:, None]
+        if within is None:
+            kept = tl.sum(kept)
         kept *= tl.load(factors + at * 3 * C + C - 1)
         writes = tl.sum(k_i * dk_i, 1)  # what each key leaves in the memory
         if within is not None:
