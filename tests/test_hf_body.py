@@ -184,7 +184,6 @@ def test_saved_and_loaded(tmp_path):
         (dict(where="last"), "where names nothing"),  # of two layers
         (dict(where=["model.norm"]), "a matrix of real numbers"),
         (dict(where=3), "where is 3; expected one of"),
-        (dict(every=8), "every is 8 without where; expected both"),
     ],
 )
 def test_what_cannot_learn_is_said(how, said):

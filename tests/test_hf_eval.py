@@ -221,6 +221,10 @@ def test_the_program_adapts_resumes_and_evaluates(run, place):
     assert found["settings"]["window"] == 24
     assert found["bytes"] == (place / "long.txt").stat().st_size
     assert (place / "model.eval.png").read_bytes()[:4] == b"\x89PNG"
+    arguments = ["--where", "none", "--mode", "static", "--mode", "fast", "--json", "none.json"]
+    code, out, err = run("hf", "eval", "model", "long.txt", "--window", "24", "--stride", "8", *arguments)
+    assert code == 0, err
+    assert json.loads((place / "none.json").read_text())["modes"][0]["by_text"] == found["modes"][0]["by_text"]
     arguments = ["--mode", "dynamic", "--statistics", "texts", "--parameters", "*.mlp.*", "--json", "rms.json"]
     code, out, err = run("hf", "eval", "model", "long.txt", "--window", "24", "--stride", "8", *arguments)
     assert code == 0, err

@@ -96,10 +96,6 @@ def attach(
     )
     head = ResidualHead(settings, device=weight.device, dtype=accumulation_dtype(weight))
     body = None
-    if where is None and every != 1:
-        raise FastWeightError(
-            f"every is {every!r} without where; expected both: it says how often those matrices learn"
-        )
     if where is not None:
         if not isinstance(where, Sequence):
             raise FastWeightError(
