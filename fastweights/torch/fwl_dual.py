@@ -107,15 +107,17 @@ class Pass:
         self.mask = rows.mask if config.decay else rows.mask.to(rows.x.dtype)  # without decay 0 or 1, in any dtype
         self.learning = self.L - self.C  # tokens of chunks that are learned from: all but the last
         self.group = max(1, GROUP // self.C)  # chunks
+        self.age = 1.0 if config.decay is None else config.decay**self.C  # what a chunk leaves of what was learned
 
     def forward(self) -> Tensor:
         """Losses (B, L) of every token by the weights as they were before its chunk."""
         w, rows, B, n, x = self.w, self.rows, self.B, self.n, self.rows.x
         self.A, self.V1, self.V2, self.G2 = (self._new(width) for width in (self.F, self.F, self.E, self.E))
-        width, age = self.group * self.C, 1.0 if self.config.decay is None else self.config.decay**self.C
+        width = self.group * self.C
         self.A2, self.A3 = self._new(width), self._new(width)
-        self.folded = Folded(self.passes, self.mask, self.kept, rows.S2, self.C, self.group, age, plain=self.plain)
+        self.folded = Folded(self.passes, self.mask, self.kept, rows.S2, self.C, self.group, self.age, plain=self.plain)
         self.raw, self.sums = (self._new(self.F + 3 * self.E, n, dtype=self.wide) for _ in range(2))
+        self.total = torch.zeros_like(self.raw[:, 0])
         self.A1 = self.passes.masked(torch.bmm(x, x.mT), rows.mask, self.C)
         h = x @ w.W1
         self.vectors = w.vectors.expand(B, n, -1)
@@ -171,7 +173,9 @@ class Pass:
         passes.write_first(u, r, w.e, config.clip, self.V1[:, here], every, more, left)
         self.chunks.append(Chunk(r, norm, scale, flat, log_sum, head, u))
         with beside.fork("vectors"):
-            vectors = passes.summed(every, self.steps, self.raw, self.sums, self.rows.mask, self.vectors, c)
+            vectors = passes.summed(
+                every, self.steps, self.raw, self.sums, self.rows.mask, self.vectors, self.total, self.age, c
+            )
         return losses, vectors
 
     def learned(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +245,9 @@ class Pass:
         passes.hidden_backward(da, saved.r, dr, dh, every, more, left, late)
         with beside.fork("dsums"):
             if c:
-                self.now = passes.summed_backward(every, self.steps, self.dvectors, self.dsums, self.rows.mask, c)
+                self.now = passes.summed_backward(
+                    every, self.steps, self.dvectors, self.dsums, self.rows.mask, self.age, c
+                )
             else:
                 torch.sum(every, 1, dtype=self.wide, out=self.dvectors[:, c])
 

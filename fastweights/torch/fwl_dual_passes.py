@@ -174,26 +174,40 @@ def hidden_backward(
     every[..., : dh.shape[-1]] = dh
 
 
-def summed(every: Tensor, steps: Tensor, raw: Tensor, sums: Tensor, mask: Tensor, given: Tensor, c: int) -> Tensor:
+def summed(
+    every: Tensor,
+    steps: Tensor,
+    raw: Tensor,
+    sums: Tensor,
+    mask: Tensor,
+    given: Tensor,
+    total: Tensor,
+    age: float,
+    c: int,
+) -> Tensor:
     """`every` of chunk c summed over its tokens, into raw (B, n, width), and times steps into sums.
 
-    Returns the vectors (B, 1, width) of the next chunk: `given` (B, n, width), and the sums that mask (B, n, n) counts.
+    total (B, width) has what chunk c has of earlier sums, and then what the next one has: the chunk before is left in
+    full or, by mask (B, n, n), not at all, and one before that `age` of it. Returns the vectors (B, 1, width) of the
+    next chunk: `given` (B, n, width) and that.
     """
     torch.sum(every, 1, dtype=raw.dtype, out=raw[:, c])
     torch.mul(raw[:, c], steps, out=sums[:, c])
-    after = slice(c + 1, c + 2)
-    return torch.baddbmm(given[:, after], mask[:, after, : c + 1], sums[:, : c + 1])
+    total.mul_(age).add_(sums[:, c]).mul_(mask[:, c + 1, c, None])
+    return (given[:, c + 1] + total)[:, None]
 
 
-def summed_backward(every: Tensor, steps: Tensor, dvectors: Tensor, dsums: Tensor, mask: Tensor, c: int) -> Tensor:
+def summed_backward(
+    every: Tensor, steps: Tensor, dvectors: Tensor, dsums: Tensor, mask: Tensor, age: float, c: int
+) -> Tensor:
     """`every` of chunk c summed over its tokens, into dvectors (B, n, width); back through sums of the chunk before.
 
-    The gradient of these goes into dsums (B, n, width). Returns (B, 1, width), what it is of sums before the steps.
+    The gradient of these goes into dsums (B, n, width), which has that of chunk c. Returns (B, 1, width), what it is of
+    sums before the steps.
     """
     torch.sum(every, 1, dtype=dvectors.dtype, out=dvectors[:, c])
-    before = slice(c - 1, c)
-    dsums[:, before] = torch.bmm(mask[:, c:, before].mT, dvectors[:, c:])
-    return dsums[:, before] * steps
+    dsums[:, c - 1] = (dvectors[:, c] + dsums[:, c] * age) * mask[:, c, c - 1, None]
+    return dsums[:, c - 1 : c] * steps
 
 
 def counted(y: Tensor, m: Tensor, C: int) -> Tensor:

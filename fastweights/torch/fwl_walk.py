@@ -48,7 +48,6 @@ class Walk(fwl_dual.Pass):
     def __init__(self, config: FWLConfig, w: Weights, rows: Rows, *, plain: bool):
         super().__init__(config, w, rows, plain=plain)
         self.x = rows.x.view(self.B, self.n, self.C, self.D).transpose(0, 1).contiguous()
-        self.age = 1.0 if config.decay is None else config.decay**self.C
         self.read: list[Read] = []
         self.few = self.B * self.L * len(w.words) <= HELD and w.words.dtype == self.wide
         # Rows whose next chunk is of another document, for every chunk but the last.

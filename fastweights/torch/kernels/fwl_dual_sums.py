@@ -24,49 +24,41 @@ def _tokens(rows, column, inside, count, width, R: tl.constexpr, BLOCK: tl.const
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _chunks(rows, factors, stride, first, stop, column, inside, width, R: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of rows first, ..., stop - 1 times a factor each, which are `stride` apart, at these columns."""
-    total = tl.zeros([R, BLOCK], tl.float32)
-    for start in range(first, stop, R):
-        row = start + tl.arange(0, R)
-        factor = tl.load(factors + row * stride, mask=row < stop, other=0.0)
-        mask = (row < stop)[:, None] & inside[None, :]
-        total += factor[:, None] * tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["c"])
 def _summed(
-    every, steps, raw, sums, mask, given, out, given_stride, c, C, n, width, R: tl.constexpr, BLOCK: tl.constexpr
-):
-    """raw, sums and the next chunk's vectors, of BLOCK columns of one row of the batch."""
+    every, steps, raw, sums, mask, given, total, out, given_stride, c, age, C, n, width,
+    R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """raw, sums, total and the next chunk's vectors, of BLOCK columns of one row of the batch."""
     b = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    before = tl.load(total + b * width + column, mask=inside, other=0.0)
+    vectors = tl.load(given + b * given_stride + column, mask=inside, other=0.0)
     new = _tokens(every + b * C * width, column, inside, C, width, R, BLOCK)
     tl.store(raw + (b * n + c) * width + column, new, mask=inside)
     new *= tl.load(steps + column, mask=inside, other=0.0)
     tl.store(sums + (b * n + c) * width + column, new, mask=inside)
-    mask += (b * n + c + 1) * n
-    total = tl.load(given + b * given_stride + column, mask=inside, other=0.0) + new * tl.load(mask + c)
-    total += _chunks(sums + b * n * width, mask, 1, 0, c, column, inside, width, R, BLOCK)
-    tl.store(out + b * width + column, total, mask=inside)
+    new = (new + before * age) * tl.load(mask + (b * n + c + 1) * n + c)
+    tl.store(total + b * width + column, new, mask=inside)
+    tl.store(out + b * width + column, vectors + new, mask=inside)
 
 
-@triton.jit
-def _summed_backward(every, steps, dvectors, dsums, mask, out, c, C, n, width, R: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["c"])
+def _summed_backward(
+    every, steps, dvectors, dsums, mask, out, c, age, C, n, width, R: tl.constexpr, BLOCK: tl.constexpr
+):
     """dvectors of chunk c, and dsums of the one before and `out`, of BLOCK columns of one row of the batch."""
     b = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    at = (b * n + c) * width + column
+    later = tl.load(dsums + at, mask=inside, other=0.0)
     new = _tokens(every + b * C * width, column, inside, C, width, R, BLOCK)
-    tl.store(dvectors + (b * n + c) * width + column, new, mask=inside)
-    mask += b * n * n + c - 1
-    total = new * tl.load(mask + c * n)
-    total += _chunks(dvectors + b * n * width, mask, n, c + 1, n, column, inside, width, R, BLOCK)
-    tl.store(dsums + (b * n + c - 1) * width + column, total, mask=inside)
-    tl.store(out + b * width + column, total * tl.load(steps + column, mask=inside, other=0.0), mask=inside)
+    tl.store(dvectors + at, new, mask=inside)
+    new = (new + later * age) * tl.load(mask + (b * n + c) * n + c - 1)
+    tl.store(dsums + at - width, new, mask=inside)
+    tl.store(out + b * width + column, new * tl.load(steps + column, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
@@ -93,23 +85,22 @@ def _masked(scores, mask, L, C, n, R: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(at, x.to(scores.dtype.element_ty), mask=inside)
 
 
-def summed(every, steps, raw, sums, mask, given, c):
+def summed(every, steps, raw, sums, mask, given, total, age, c):
     """As fwl_dual_passes.summed."""
     B, C, width = every.shape
     out = torch.empty(B, 1, width, dtype=raw.dtype, device=raw.device)
     grid = B, triton.cdiv(width, SUMMED["BLOCK"])
-    _summed[grid](
-        every, steps, raw, sums, mask, given[:, c + 1], out, given.stride(0), c, C, raw.shape[1], width, **SUMMED
-    )
+    _summed[grid](every, steps, raw, sums, mask, given[:, c + 1], total, out, given.stride(0), c, age, C, raw.shape[1],
+                  width, **SUMMED)  # fmt: skip
     return out
 
 
-def summed_backward(every, steps, dvectors, dsums, mask, c):
+def summed_backward(every, steps, dvectors, dsums, mask, age, c):
     """As fwl_dual_passes.summed_backward."""
     B, C, width = every.shape
     out = torch.empty(B, 1, width, dtype=dsums.dtype, device=dsums.device)
     grid = B, triton.cdiv(width, SUMMED["BLOCK"])
-    _summed_backward[grid](every, steps, dvectors, dsums, mask, out, c, C, dsums.shape[1], width, **SUMMED)
+    _summed_backward[grid](every, steps, dvectors, dsums, mask, out, c, age, C, dsums.shape[1], width, **SUMMED)
     return out
 
 
