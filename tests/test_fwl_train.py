@@ -145,3 +145,12 @@ def test_a_model_trains_the_same_either_way(monkeypatch):
         found.append([torch.stack(losses), *state.fast])
     for a, b in zip(*found, strict=True):
         assert_close(a.numpy(), b.numpy())
+
+
+def test_a_layer_may_learn_less_often_in_training():
+    of = config.Config.of
+    assert (of().refresh, of().in_training.refresh) == (32, 64)
+    assert of(refresh=16).in_training.refresh == config.Config(refresh=16).in_training.refresh == 16
+    assert of(refresh=16, train_refresh=8).in_training.refresh == 8
+    assert of(refresh=0, train_refresh=8).in_training.refresh == 0  # the published layer
+    assert [of().starting_from("run", **how).in_training.refresh for how in ({}, dict(refresh=16))] == [64, 16]

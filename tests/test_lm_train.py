@@ -67,7 +67,7 @@ def stop_after(monkeypatch, step):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(head="fwl"), dict(context="packed"), dict(accumulate=2), dict(layers="lstm,performer"),
+    dict(), dict(head="fwl", refresh=3, train_refresh=5), dict(context="packed"), dict(accumulate=2), dict(layers="lstm,performer"),
 ])  # fmt: skip
 def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
     """Killed after step 6 and resumed from the checkpoint of step 4: the losses of an uninterrupted run."""
@@ -81,6 +81,9 @@ def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
+    if "refresh" in changes:
+        read, kept = run_folder.load(tmp_path / "killed"), [x for name, x in a.items() if name.endswith("pending")]
+        assert (read.fast.config.refresh, kept[0].shape[1]) == (3, 5)  # while it reads, and while it was trained
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(go, tmp_path, corpus, capsys):

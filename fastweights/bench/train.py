@@ -114,7 +114,7 @@ def _trainer(config: Config, vocab: int, device: str, peer: bool, texts: Corpus)
     peer: put FLA's layer into every block.  texts: what it trains on.
     """
     torch.manual_seed(0)
-    model = LanguageModel(config, vocab)
+    model = LanguageModel(config.in_training, vocab)
     if peer:
         for block in model.blocks:
             block.mixer = PeersMixer(config.model, config.dim, config.heads)

@@ -51,6 +51,7 @@ def train(
     head: Annotated[str | None, _field("head", MODEL)] = None,
     fast_hidden: Annotated[int | None, _field("fast_hidden", FAST)] = None,
     refresh: Annotated[int | None, _field("refresh", FAST)] = None,
+    train_refresh: Annotated[int | None, _field("train_refresh", FAST)] = None,
     within: Annotated[str | None, _field("within", FAST)] = None,
     fast_step: Annotated[float | None, _field("fast_step", FAST)] = None,
     fast_decay: Annotated[float | None, _field("fast_decay", FAST)] = None,

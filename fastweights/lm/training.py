@@ -42,7 +42,7 @@ def train(
                 corpus = _corpus(config, encoded, cache)
             ranks.wait()
         torch.manual_seed(config.seed)
-        model = LanguageModel(config, corpus.tokenizer.size).to(ranks.device)
+        model = LanguageModel(config.in_training, corpus.tokenizer.size).to(ranks.device)
         if config.start:
             run_folder.start_from(model, Path(config.start), weights=not resume)
         trainer = Trainer(config, run, corpus, model, ranks)

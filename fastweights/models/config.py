@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from fastweights.attention.presets import ALIASES
@@ -19,18 +19,20 @@ _PAPER: dict[str, Any] = dict(
     lr=2.5e-4, final_lr=0.0, clip=0.25, weight_decay=0.0, seed=1111, context="packed", eval_every=4000,
 )  # fmt: skip
 
+TRAIN_REFRESH = 64  # of presets: it costs less than reading every 32 tokens, and layers read as well with it
+
 # Where they differ from the defaults below.
 PRESETS: dict[str, dict[str, Any]] = {
-    "laptop": {},
+    "laptop": dict(train_refresh=TRAIN_REFRESH),
     "gpu": dict(dim=768, heads=12, depth=12, tokenizer="bpe:16384", length=1024, batch=32, steps=20_000, warmup=500,
-                lr=6e-4, eval_every=500),
+                lr=6e-4, eval_every=500, train_refresh=TRAIN_REFRESH),
     "paper-small": _PAPER | dict(dim=128, length=256, batch=96, steps=500_000),
     "paper-medium": _PAPER | dict(dim=256, length=384, batch=56, steps=400_000),
 }  # fmt: skip
 
 PUBLISHED: dict[str, Any] = dict(normalizer=256.0, step_size=0.5, decay=0.999)  # the published Fast Weight Layer
 
-FAST_FIELDS = ("refresh", "within", "fast_step", "fast_decay", "fast_clip", "step_lr")
+FAST_FIELDS = ("refresh", "train_refresh", "within", "fast_step", "fast_decay", "fast_clip", "step_lr")
 
 DYNAMIC_LR = 8e-4  # of dynamic evaluation: the best of 5e-5 ... 1.6e-3 on validation files of the default run
 
@@ -43,8 +45,8 @@ CHOICES = dict(
 # Fields that take numbers, which numbers these are, and how to say so.
 RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("depth", "dim", "heads", "length", "batch", "accumulate", "steps", "eval_every"), lambda n: n >= 1, "at least 1"),
-    (("hidden", "fast_hidden", "window", "warmup", "minutes", "lr", "step_lr", "weight_decay", "fast_clip", "seed"),
-     lambda n: n >= 0, "0 or more"),
+    (("hidden", "fast_hidden", "train_refresh", "window", "warmup", "minutes", "lr", "step_lr", "weight_decay",
+      "fast_clip", "seed"), lambda n: n >= 0, "0 or more"),
     (("clip",), lambda n: n > 0, "above 0"),
     (("forget", "final_lr", "fast_decay"), lambda n: 0 <= n <= 1, "a share, from 0 to 1"),
 )  # fmt: skip
@@ -71,6 +73,11 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     if not fits or (kind in (int, float) and not (math.isfinite(value) and abs(value) <= MOST)):
         number = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
         raise FastWeightError(f"{name} is {str(value)[:80]!r}; expected {number}")
+
+
+def _trained_as_read(changes: dict[str, Any]) -> dict[str, Any]:
+    """A refresh that was given holds in training too."""
+    return {"train_refresh": 0} if "refresh" in changes else {}
 
 
 def _of(default: Any, help: str, flag: str = "") -> Any:
@@ -108,6 +115,7 @@ class Config:
     refresh: int = _of(
         32, "Tokens between updates of the Fast Weight Layer; 0 for the published one, whose gradients just add up."
     )
+    train_refresh: int = _of(0, "The same while it is trained; as --refresh where that is given, else 64.")
     within: str = _of(
         "held",
         "Between updates the layer answers with its weights as they were (held) or with what came since (cumulative).",
@@ -184,7 +192,7 @@ class Config:
         """
         if preset not in PRESETS:
             raise FastWeightError(f"preset is {preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
-        return cls.read(PRESETS[preset] | changes)
+        return cls.read(PRESETS[preset] | _trained_as_read(changes) | changes)
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Config":
@@ -228,7 +236,19 @@ class Config:
                 the run's own.
         """
         own = {f.name: f.default for f in fields(self) if f.name in FAST_FIELDS}
-        return type(self)(**(asdict(self) | own | dict(head="fwl", start=run) | changes))
+        own |= dict(head="fwl", start=run, train_refresh=TRAIN_REFRESH) | _trained_as_read(changes)
+        return type(self)(**(asdict(self) | own | changes))
+
+    @property
+    def in_training(self) -> "Config":
+        """The configuration of the model while it is trained, whose Fast Weight Layer may learn less often.
+
+        Examples:
+            >>> config = Config.of("laptop")
+            >>> config.refresh, config.in_training.refresh, Config.of("laptop", refresh=16).in_training.refresh
+            (32, 64, 16)
+        """
+        return replace(self, refresh=self.train_refresh) if self.refresh and self.train_refresh else self
 
     @property
     def fast_options(self) -> dict[str, Any]:

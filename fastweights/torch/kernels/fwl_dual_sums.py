@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 SUMMED = dict(R=32, BLOCK=128)  # rows that are added at a time, and numbers of each
-MASKED = dict(R=4, BLOCK=512)  # of the part of a matrix of scores that a program has
+MASKED = dict(R=16, BLOCK=256)  # of the part of a matrix of scores that a program has
 COUNTED = 2048  # numbers of a program
 
 

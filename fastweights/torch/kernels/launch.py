@@ -96,13 +96,16 @@ def _noting(launches: dict[tuple, tuple]) -> Iterator[None]:
     """While it lasts, launches by this thread are noted and not made; those that look alike to Triton once."""
     run, me = JITFunction.run, threading.get_ident()
 
-    def look(x: Any) -> Hashable:
-        return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x
+    def look(x: Any, constant: bool) -> Hashable:
+        if isinstance(x, torch.Tensor):
+            return x.dtype, x.data_ptr() % 16 == 0
+        return (x % 16 == 0, x == 1, x >= 2**31) if type(x) is int and not constant else x
 
     def note(kernel: Any, *arguments: Any, grid: tuple, warmup: bool, **options: Any) -> Any:
         if warmup or threading.get_ident() != me:
             return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
-        key = kernel, tuple(map(look, arguments)), tuple(options.items())
+        constants = (p.is_constexpr for p in kernel.params)
+        key = kernel, tuple(map(look, arguments, constants)), tuple(options.items())
         launches[key] = kernel, arguments, grid, options
 
     JITFunction.run = note
