@@ -67,7 +67,8 @@ def stop_after(monkeypatch, step):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(head="fwl", refresh=3, train_refresh=5), dict(context="packed"), dict(accumulate=2), dict(layers="lstm,performer"),
+    dict(), dict(head="fwl", refresh=3, train_refresh=5), dict(context="packed"), dict(accumulate=2),
+    dict(layers="lstm,performer"),
 ])  # fmt: skip
 def test_a_killed_run_goes_on_exactly(go, monkeypatch, tmp_path, changes):
     """Killed after step 6 and resumed from the checkpoint of step 4: the losses of an uninterrupted run."""

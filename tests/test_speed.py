@@ -5,6 +5,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +85,8 @@ def test_kernels_of_a_rehearsal_are_compiled_once_and_not_launched(monkeypatch):
     made = []
 
     class Kernel:
+        params = tuple(SimpleNamespace(is_constexpr=constant) for constant in (False, False, True))
+
         def run(self, *arguments, grid, warmup, **options):
             made.append((warmup, len(arguments), options))
             return self  # stands for what was compiled, which is asked for its launcher
@@ -102,8 +105,8 @@ def test_kernels_of_a_rehearsal_are_compiled_once_and_not_launched(monkeypatch):
     kernel, x, y = Kernel(), torch.zeros(4), torch.zeros(4, dtype=torch.float64)
 
     def work():
-        for z in (x, x, y):
-            kernel[(1,)](z, 3, BLOCK=4)
+        for z, number in ((x, 3), (x, 5), (y, 3)):
+            kernel[(1,)](z, number, BLOCK=4)
 
     launch.rehearse("test", work)
     assert made == [(True, 2, dict(BLOCK=4))] * 2  # one for each dtype
