@@ -205,6 +205,23 @@ def test_streams_at_different_places_go_on_together(within):
             assert_close(numpy(s[i : i + 1]), numpy(t), name=name)
 
 
+@pytest.mark.parametrize("within", WITHIN)
+def test_streams_at_different_places_of_one_chunk(within):
+    """Nothing is learned yet, and the new tokens of one row stand where others still have old ones."""
+    block = make(normalizer=3.0, refresh=8, within=within)
+    x, labels, weights = torch.randn(3, 8, D), torch.randint(V, (3, 8)), torch.ones(3, 8)
+    cuts, want = [1, 5, 0], block.run(x, labels, weights)
+    states = [block.run(x[i : i + 1, :c], labels[i : i + 1, :c], weights[i : i + 1, :c]).state if c
+              else block.init_state(1) for i, c in enumerate(cuts)]  # fmt: skip
+    state = RefreshState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+    rows = [torch.stack([y[i, c : c + 2] for i, c in enumerate(cuts)]) for y in (x, labels, weights)]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            out = block.run(*rows, state)
+        for i, c in enumerate(cuts):
+            assert_close(numpy(out.logits[i]), numpy(want.logits[i, c : c + 2]))
+
+
 @pytest.mark.parametrize("case", ["documents", "documents, vocabulary in blocks", "one document"])
 @pytest.mark.parametrize("how", [*OPTIONS, dict(log_steps=True, decay=0.9, clip=0.05)], ids=str)
 def test_reading_by_hand_equals_the_differentiable_pass(how, case, monkeypatch):

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 
 from fastweights import FastWeightError
-from fastweights.torch import FastWeightAttention, FWLBlock, fast_weight, make_labels
+from fastweights.torch import FastWeightAttention, FWLBlock, cross_entropy, fast_weight, make_labels
 
 LAYERS = [dict(), dict(refresh=3), dict(refresh=3, within="cumulative"), dict(refresh=4, decay=0.9, clip=0.05)]
 V, D = 7, 5
@@ -116,6 +116,17 @@ def test_fast_weight_layers_have_derivatives_of_derivatives(how):
     block.unembed.requires_grad_(False)  # one that is not asked for
     (g,) = torch.autograd.grad(block.run(x, labels, weights).loss.sum(), block.steps, create_graph=True)
     assert torch.autograd.grad(g.square().sum(), block.steps)[0].abs().max() > 0
+
+
+def test_second_derivatives_of_a_loss_and_of_its_gradient():
+    """Both results of the output layer at once; the first derivatives are the same when they are to be taken again."""
+    given = [draw(5, 4).requires_grad_(), draw(4, V).requires_grad_(), draw(V).requires_grad_()]
+    both = lambda *given: cross_entropy.head(*given, torch.arange(5) % V)  # noqa: E731
+    assert torch.autograd.gradgradcheck(both, given)
+    first = [
+        torch.autograd.grad(sum(y.sin().sum() for y in both(*given)), given, create_graph=g) for g in (False, True)
+    ]
+    torch.testing.assert_close(*first, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", LAYERS[:2])
