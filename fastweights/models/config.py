@@ -115,7 +115,10 @@ class Config:
     refresh: int = _of(
         32, "Tokens between updates of the Fast Weight Layer; 0 for the published one, whose gradients just add up."
     )
-    train_refresh: int = _of(0, "The same while it is trained; as --refresh where that is given, else 64.")
+    train_refresh: int = _of(
+        0,
+        "Tokens between updates of the Fast Weight Layer in training; when absent --refresh if that is given, else 64.",
+    )
     within: str = _of(
         "held",
         "Between updates the layer answers with its weights as they were (held) or with what came since (cumulative).",
