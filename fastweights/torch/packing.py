@@ -52,11 +52,11 @@ def know_offsets(cu_seqlens: Tensor, offsets: list[int]) -> None:
 
 def whole_numbers(x: Tensor, name: str) -> list[int]:
     """The numbers in x, which decide shapes. Raises FastWeightError where vmap maps x: they then have no one value."""
-    try:
+    if not is_transformed():
         return x.tolist()
+    try:
+        return [int(number) for number in x.unbind()]  # PyTorch 2.8 cannot list what was made inside of jvp
     except RuntimeError as error:
-        if not is_transformed():
-            raise
         raise FastWeightError(
             f"{name} is mapped by vmap; expected one for all: its values decide shapes. "
             "Let the mapped axis join the batch instead"
