@@ -2,13 +2,17 @@
 
 
 def sequences(ops, tokens, cu_seqlens, whole):
-    """(N, T, ...) of each, the tokens of each sequence, and how to lay outputs (N, T, ...) end to end again.
+    """Give every sequence of a packed row a row of its own.
 
     Args:
-        ops: of a framework.
-        tokens: arrays (1, T, ...), or (B, T, ...) where cu_seqlens is None, and nothing is to do.
-        cu_seqlens: (N + 1,) offsets.
-        whole: casts to the integers that indices are.
+        ops: the array operations of a framework.
+        tokens: packed arrays (1, T, ...). Where cu_seqlens is None, arrays (B, T, ...), which are returned as they are.
+        cu_seqlens: (N + 1,), where the sequences begin and end.
+        whole: a function that casts an array to the integers with which the framework indexes.
+
+    Returns:
+        The arrays as (N, T, ...), the length of each sequence (N, 1), and a function that packs outputs (N, T, ...)
+        into one row (1, T, ...) again.
     """
     xp, T = ops.xp, tokens[0].shape[1]
     if cu_seqlens is None:
@@ -25,8 +29,16 @@ def sequences(ops, tokens, cu_seqlens, whole):
 
 
 def rows(ops, x, mask, cu_seqlens, whole):
-    """(x, mask, finish): sequences as rows whose padding is 0, which of their tokens are real, and a function that
-    gives outputs (rows, tokens, ...) the layout of x, and 0 at padding.  The mask is None where all are real.
+    """Bring a packed or padded batch into rows that a loop over tokens can read.
+
+    Args:
+        ops, cu_seqlens, whole: as in `sequences`.
+        x: (B, T, D), or (1, T, D) with cu_seqlens.
+        mask: (B, T), True for real tokens; None where all tokens are real.
+
+    Returns:
+        The rows (N, T, D) with 0 at padding, the mask of these rows (None where all tokens are real), and a function
+        that brings outputs (N, T, ...) into the layout of x, with 0 at padding.
     """
     xp = ops.xp
     if cu_seqlens is not None:

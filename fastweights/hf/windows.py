@@ -127,7 +127,7 @@ class Windows:
         return (token_losses(self.model(tokens, use_cache=False, logits_to_keep=keep).logits[:, -keep:], labels),)
 
     def _read(self, losses: bool, tokens: Tensor, labels: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
-        """Features (B, k, D) of the last tokens of windows (B, n), and losses (B, k) if wanted."""
+        """Features (B, k, D) of the last k tokens of windows (B, n), and the model's losses (B, k) if wanted."""
         weights = None if self.fast is None else self.fast.whole(learned)
         x = body(self.model, tokens, weights)[:, -labels.shape[1] :]
         if not losses:
@@ -138,9 +138,9 @@ class Windows:
         return x, cross_entropy.loss(x, output.weight.mT, bias, labels)
 
     def _teach(self, losses: bool, tokens: Tensor, labels: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
-        """The same of windows of which the last teaches, and what is known after it.
+        """What `_read` gives for windows of which the last teaches, and then the matrices as they are after its lesson.
 
-        The others are read beside it, on a second stream of a GPU, which a single window does not fill.
+        The other windows are read on a second stream of a GPU, since a single window does not keep a GPU busy.
         """
         fast: Any = self.fast
         keep, found, beside = labels.shape[1], [], Beside(tokens)

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy, fwl_dual_passes
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.fwl_folded import Folded
+from fastweights.torch.fwl_gathered import Gathered
 from fastweights.torch.held_overlapped import Beside
 
 GROUP = 256  # tokens of chunks whose products with what is known of all of them are made at once
@@ -115,7 +115,9 @@ class Pass:
         self.A, self.V1, self.V2, self.G2 = (self._new(width) for width in (self.F, self.F, self.E, self.E))
         width = self.group * self.C
         self.A2, self.A3 = self._new(width), self._new(width)
-        self.folded = Folded(self.passes, self.mask, self.kept, rows.S2, self.C, self.group, self.age, plain=self.plain)
+        self.gathered = Gathered(
+            self.passes, self.mask, self.kept, rows.S2, self.C, self.group, self.age, plain=self.plain
+        )
         self.raw, self.sums = (self._new(self.F + 3 * self.E, n, dtype=self.wide) for _ in range(2))
         self.total = torch.zeros_like(self.raw[:, 0])
         self.A1 = self.passes.masked(torch.bmm(x, x.mT), rows.mask, self.C)
@@ -130,7 +132,7 @@ class Pass:
             losses, vectors = self._chunk(c, h, vectors)
             found.append(losses)
         self.beside.end()
-        self.folded.beside.end()
+        self.gathered.beside.end()
         return torch.cat(found, 1)
 
     def _chunk(self, c, h, vectors):
@@ -148,7 +150,7 @@ class Pass:
         beside.join("vectors")
         b1, b2, scale, shift = self._split(vectors)
         r = passes.hidden(h, b1, a)
-        more, recent, left = self._carried(a, c), self._recent(c), self.folded.left[:, c]
+        more, recent, left = self._carried(a, c), self._recent(c), self.gathered.left[:, c]
         y = torch.bmm(a, w.W2.expand(self.B, -1, -1))
         if c:
             y.baddbmm_(self._scores(self.A2, a, self.A, c), self.V2[:, recent])
@@ -164,7 +166,7 @@ class Pass:
         head = head.view(features.shape)
         every = self.room[c % 2]
         passes.write_second(head, self.share[c], norm, scale, w.e, config.clip, g2, self.V2[:, here], every)
-        self.folded.gather(c, self.A, self.V2)
+        self.gathered.gather(c, self.A, self.V2)
         more = self._carried(g2, c, back=True)
         u = torch.bmm(g2, w.W2.mT.expand(self.B, -1, -1))
         if c:
@@ -198,7 +200,7 @@ class Pass:
         self.dwords, self.dc = (torch.zeros_like(y, dtype=self.wide) for y in (w.words, w.c))
         exact = not self.config.first_order
         for c in reversed(range(self.n)):
-            self.folded.back(c, self.A, self.V2, self.DY, self.DU, self.G2, exact=exact)
+            self.gathered.back(c, self.A, self.V2, self.DY, self.DU, self.G2, exact=exact)
             self._chunk_backward(c)
         with self.beside.fork("sums"):
             first, second = self.dots.flatten(1).sum(1)
@@ -223,7 +225,7 @@ class Pass:
     def _chunk_backward(self, c):
         """The gradients at h, y and u of chunk c, once those of all later chunks are there."""
         w, passes, saved, beside = self.w, self.passes, self.chunks[c], self.beside
-        here, recent, left = self._here(c), self._recent(c), self.folded.left[:, c]
+        here, recent, left = self._here(c), self._recent(c), self.gathered.left[:, c]
         every, learns = self.room[c % 2], saved.u is not None
         dhead = dr = second = late = None
         beside.turn()
@@ -265,7 +267,7 @@ class Pass:
         part, inner = self._here(c - start), slice((c + 1) * self.C, stop * self.C)
         if c + 1 in (stop, self.n - 1):
             self.dv1 = self._made((self.A1, self.DH), of=group, by=after)
-            self.made = self.folded.made(c)
+            self.made = self.gathered.made(c)
         later = slice((c + 1) * self.C, (stop + 1) * self.C)
         of_v2 = [(self.A2, self.DY), (self.P, self.G2)] if exact else [(self.A2, self.DY)]
         with beside.fork("dv2"):
@@ -289,7 +291,7 @@ class Pass:
         beside.join("dv2")
         beside.join("carried")
         given = dv2, dsums[..., self.F :], used, saved.head, self.share[c], saved.norm, saved.scale, self.G2[:, here]
-        dhead, *second = passes.second_backward(*given, w.e, clip, dots[1], every, more, self.folded.left[:, c])
+        dhead, *second = passes.second_backward(*given, w.e, clip, dots[1], every, more, self.gathered.left[:, c])
         return (dr, dhead.flatten(0, 1), second, late) if exact else (None, None, None, None)
 
     def slow(self) -> tuple[Tensor, Tensor, Weights]:
@@ -331,11 +333,11 @@ class Pass:
 
     def _recent(self, c):
         """Tokens before chunk c that are read one by one."""
-        return slice(self.folded.base(c) * self.C, c * self.C)
+        return slice(self.gathered.base(c) * self.C, c * self.C)
 
     def _scores(self, buffer, a, b, c):
         """a (B, C, width) times recent tokens of b (B, L, width), masked: a part (B, C, tokens) of `buffer`."""
-        recent, base = self._recent(c), self.folded.base(c)
+        recent, base = self._recent(c), self.gathered.base(c)
         scores, part = torch.bmm(a, b[:, recent].mT), buffer[:, self._here(c), : (c - base) * self.C]
         if self.plain:
             part.copy_(scores)
@@ -364,7 +366,7 @@ class Pass:
 
     def _carried(self, a, c, *, back=False):
         """a (B, C, width) times what was gathered before chunk c, or transposed, made beside; None without any."""
-        S = self.folded.weights(c)
+        S = self.gathered.weights(c)
         if S is None:
             return None
         with self.beside.fork("carried"):

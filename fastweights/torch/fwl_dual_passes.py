@@ -185,11 +185,17 @@ def summed(
     age: float,
     c: int,
 ) -> Tensor:
-    """`every` of chunk c summed over its tokens, into raw (B, n, width), and times steps into sums.
+    """Sum the gradients of the vectors over the tokens of chunk c, and return the vectors (B, 1, width) of chunk c + 1.
 
-    total (B, width) has what chunk c has of earlier sums, and then what the next one has: the chunk before is left in
-    full or, by mask (B, n, n), not at all, and one before that `age` of it. Returns the vectors (B, 1, width) of the
-    next chunk: `given` (B, n, width) and that.
+    Args:
+        every: (B, C, width), the gradient that each token of chunk c gives.
+        steps: (width,), minus the step size of each number.
+        raw, sums: (B, n, width), written at c: the sum over the tokens, and this sum times the steps.
+        mask: (B, n, n), whether chunk i learns from chunk j.
+        given: (B, n, width), the vectors that each chunk has without what it learned in this window.
+        total: (B, width), what chunk c learned from earlier chunks. Changed in place to what chunk c + 1 learned.
+        age: what is left of an earlier sum after one chunk.
+        c: which chunk.
     """
     torch.sum(every, 1, dtype=raw.dtype, out=raw[:, c])
     torch.mul(raw[:, c], steps, out=sums[:, c])
@@ -200,10 +206,13 @@ def summed(
 def summed_backward(
     every: Tensor, steps: Tensor, dvectors: Tensor, dsums: Tensor, mask: Tensor, age: float, c: int
 ) -> Tensor:
-    """`every` of chunk c summed over its tokens, into dvectors (B, n, width); back through sums of the chunk before.
+    """The way back of `summed`, from chunk c to chunk c - 1. Returns the gradient (B, 1, width) of `raw` at c - 1.
 
-    The gradient of these goes into dsums (B, n, width), which has that of chunk c. Returns (B, 1, width), what it is of
-    sums before the steps.
+    Args:
+        every: (B, C, width), the gradient of the vectors that each token of chunk c gives.
+        steps, mask, age, c: as in `summed`.
+        dvectors: (B, n, width), written at c: the gradient of the vectors of chunk c.
+        dsums: (B, n, width), the gradient of `sums`. It is known at c, and written at c - 1.
     """
     torch.sum(every, 1, dtype=dvectors.dtype, out=dvectors[:, c])
     dsums[:, c - 1] = (dvectors[:, c] + dsums[:, c] * age) * mask[:, c, c - 1, None]

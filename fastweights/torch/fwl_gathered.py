@@ -22,7 +22,7 @@ from torch import Tensor
 from fastweights.torch.held_overlapped import Beside
 
 
-class Folded:
+class Gathered:
     """The weights S of every group, and their gradient.
 
     Args:
