@@ -104,6 +104,7 @@ class FastWeightCache(Rows):
         super().__init__(state)
         self.seen, self.layers = seen, list(layers)
         self.recording = False
+        self.temporary = False  # whether `generate` made it, so that nobody else holds it
         self.readings: list[Reading] = []
         self.again: Reading | None = None  # tokens that the next call reads before its own
 

@@ -4,6 +4,7 @@ From the second token on, the launches of all blocks are replayed as one. Anythi
 without changing where its weights are (adapters, hooks, a probe) keeps the blocks as they are.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,13 +21,19 @@ def refuses(blocks: nn.ModuleList, norm: nn.Module, x: Tensor, states: list[Any]
     reason = graphs.refuses(x)
     if reason is not None:
         return reason
+    return looked_at((*blocks.modules(), norm))
+
+
+def looked_at(modules: Iterable[nn.Module]) -> str | None:
+    """Which of these modules is not ours alone, so that a recording may miss what others do there; None if none is."""
     if watching.watchers or watching.steps:
         return "a probe looks on"
-    for module in (*blocks.modules(), norm):
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"a hook looks at {type(module).__name__}"
+    for module in modules:
+        name = type(module).__name__
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"a hook looks at {name}"
         if not type(module).__module__.startswith(("torch.nn.", "fastweights.")):
-            return f"{type(module).__module__}.{type(module).__name__} is not of this package"
+            return f"{type(module).__module__}.{name} is not of this package"
     return None
 
 

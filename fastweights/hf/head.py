@@ -157,6 +157,7 @@ class FastHead(nn.Module):
         mask: Tensor | None = None,
         state: Any = None,
         learn: bool = True,
+        full: bool | None = None,
     ) -> tuple[Tensor, Any]:
         """Features (B, T, D) in the place of x, and the state after the last token.
 
@@ -167,6 +168,8 @@ class FastHead(nn.Module):
             mask: (B, T), False for padding, wherever it is.
             state: of an earlier call; `init_state(B)` when absent.
             learn: False gives the features of what is known so far, and the state as it was.
+            full: of single tokens and a refreshed layer: whether a whole chunk waits in every row (True) or in none;
+                when absent the state is looked at.
         """
         state = self.init_state(len(x)) if state is None else state
         u = x.to(self.dense1.dtype)
@@ -175,7 +178,7 @@ class FastHead(nn.Module):
         if self.config.refresh is not None:
             bias = unembed.new_zeros(len(unembed)) if bias is None else bias
             p = self._weights() | dict(unembed=unembed.mT.to(u.dtype), unembed_bias=bias.to(u.dtype))
-            n, state = (self._refreshed if learn else self._known)(p, u, tokens, mask, state)
+            n, state = self._refreshed(p, u, tokens, mask, state, full) if learn else (self._known(p, u, state), state)
             return n.to(x.dtype), state
         if not learn:
             return self._read(u, self._slow(u), lambda i, q: _ask(q, state[i])).to(x.dtype), state
@@ -193,24 +196,33 @@ class FastHead(nn.Module):
         features = self._read(u, slow, memory).to(x.dtype)
         return features, FWLState(after[0], after[1], after[2], pending, waiting)
 
-    def _known(self, p, u, tokens, mask, state):
+    def _known(self, p, u, state):
         """The features of what was learned before the unfinished chunk."""
         layer = self.config.layer
-        return fwl.slow_pass(layer, OPS, fast_weights(layer, OPS, p, state[:3], u), u).n, state
+        return fwl.slow_pass(layer, OPS, fast_weights(layer, OPS, p, state[:3], u), u).n
 
-    def _refreshed(self, p, u, tokens, mask, state):
+    def _refreshed(self, p, u, tokens, mask, state, full):
         """Features and state of a refreshed layer: a row's real tokens are a sequence, in which each is a label.
 
         Rows are packed: padding is taken out, rows become one after the other, and the features are put back where the
         real tokens were. The label of a row's last token comes with the next call, which completes what waits in the
         state.
         """
-        layer, there = self.config.layer, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        layer = self.config.layer
+        if mask is None and tokens.shape[1] == 1:
+            label = tokens[:, 0]
+            told = labelled(layer, OPS, state, label.clamp(min=0), (label >= 0).to(state.shares.dtype))
+            found = refresh.features(layer, p, u[:, 0], told, full)
+            if found is not None:
+                return found[0][:, None], found[1]
+        there = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         count, first = there.sum(1), there.long().argmax(1, keepdim=True)
         label = tokens.gather(1, first)[:, 0]
         known = (count > 0) & (label >= 0)
         state = labelled(layer, OPS, state, label.clamp(min=0), known.to(state.shares.dtype))
         x, tokens, cu = u[there][None], tokens[there][None], torch.cat([count.new_zeros(1), count.cumsum(0)])
+        if not x.shape[1]:  # nothing but padding
+            return torch.zeros_like(u), state
         labels = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
         weights = (labels >= 0).to(state.shares.dtype)
         weights[:, cu[1:][count > 0] - 1] = 0  # what follows the last token of a row is not known yet

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fastweights.core import FastWeightError
-from fastweights.hf import captured
+from fastweights.hf import captured, generation
 from fastweights.hf.cache import FastWeightCache, Reading
 from fastweights.hf.config import FastWeightConfig
 from fastweights.hf.head import FastHead, HeadConfig
@@ -296,6 +296,20 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             "and values, which a memory does not have"
         )
 
+    def _sample(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **given: Any,  # of the forward pass
+    ) -> Any:
+        """Greedy decoding and sampling: by our loop, which does not wait for the device, wherever it serves."""
+        call = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+        return generation.sample(self, super()._sample, *call, given)
+
     def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **how: Any) -> dict[str, Any]:
         """The state that a compiled forward returned is copied: with CUDA graphs, the next call overwrites it."""
         cache = outputs.get("past_key_values")
@@ -313,8 +327,12 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 f"cache_implementation is {wanted!r}; expected None: the state of this model has a "
                 "constant size and is a FastWeightCache"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, FastWeightCache):
+            cache.temporary = False
+        if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FastWeightCache()
+            model_kwargs["past_key_values"].temporary = True
             drafted = GenerationMode.ASSISTED_GENERATION in args or wanted == "dynamic_full"  # of older assistants
             if generation_config.is_assistant or drafted:
                 model_kwargs["past_key_values"].activate_past_recording()

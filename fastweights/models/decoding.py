@@ -17,6 +17,7 @@ from fastweights.models.language_model import LanguageModel, State
 from fastweights.refresh import RefreshState
 from fastweights.torch import graphs, watching
 from fastweights.torch.hand_gradients import HAS_TRITON
+from fastweights.torch.private import copy_all
 from fastweights.torch.tree import flatten, map_tensors
 
 Pick = Callable[[Tensor, Tensor], Tensor]  # logits (B, V), noise (B,) in [0, 1) -> tokens (B,)
@@ -32,8 +33,9 @@ class Decoder:
         >>> decoder(torch.zeros(2)).shape, decoder.how
         (torch.Size([2]), 'eager (x is not on a GPU)')
 
-    token (B,): the last token of each text;  state: before it;  pick: draws the next token;  learn: whether a Fast
-    Weight Layer learns;  capture: False for no CUDA graph.
+    model: a `LanguageModel`, or what has its `step` and its `fast`;  token (B,): the last token of each text;  state:
+    before it;  pick: draws the next token;  learn: whether a Fast Weight Layer learns;  capture: False for no CUDA
+    graph.
 
     A CUDA graph is recorded at the first step and replayed from then on: the same kernels on the same addresses. That
     is why token, state and noise live in tensors of their own, which each step reads and overwrites. A Fast Weight
@@ -41,13 +43,20 @@ class Decoder:
     """
 
     def __init__(
-        self, model: LanguageModel, state: State, token: Tensor, pick: Pick, *, learn: bool = True, capture: bool = True
+        self,
+        model: LanguageModel | Any,
+        state: State,
+        token: Tensor,
+        pick: Pick,
+        *,
+        learn: bool = True,
+        capture: bool = True,
     ):
         self.model, self.pick, self.learn = model, pick, learn
         reason = graphs.refuses(token) if capture else "it was asked for"
         self.token, self.state = token, state
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self.waiting = self._waiting(state) if learn else None
+        self.waiting = self.waiting_of(state) if learn else None
         if reason is None and self.waiting == -1:
             reason = "texts wait with different numbers of tokens for the Fast Weight Layer"
         if watching.watchers or watching.steps:
@@ -58,7 +67,7 @@ class Decoder:
             self.token, self.state = token.clone(), map_tensors(torch.clone, state)
             self.noise = torch.zeros(len(token), device=token.device)
 
-    def _waiting(self, state: State) -> int | None:
+    def waiting_of(self, state: State) -> int | None:
         """Tokens that wait for a refreshed layer, in every text; -1 where these differ, None without such a layer."""
         if not isinstance(state.fast, RefreshState) or self.model.fast.config.within != "held":
             return -1 if isinstance(state.fast, RefreshState) else None
@@ -72,6 +81,20 @@ class Decoder:
         full = self.waiting == self.model.fast.config.refresh
         self.waiting = 1 if full else self.waiting + 1
         return full
+
+    def load(self, token: Tensor, state: State | None = None) -> None:
+        """Go on with other tokens (B,), and with another state of as many texts where one is given."""
+        if self.captured:
+            self.token.copy_(token)
+        else:
+            self.token = token
+        if state is None:
+            return
+        if self.captured:
+            _overwrite(self.state, state)
+        else:
+            self.state = state
+        self.waiting = self.waiting_of(state) if self.learn else None
 
     @torch.no_grad()
     def __call__(self, noise: Tensor) -> Tensor:
@@ -162,6 +185,6 @@ def _in_place(state: State) -> AbstractContextManager:
 
 def _overwrite(state: Any, by: Any) -> None:
     """Copy every tensor of one state into its place in another: a graph finds the state where it was recorded."""
-    for (_, old), (_, new) in zip(flatten(state), flatten(by), strict=True):
-        if old is not new:
-            old.copy_(new)
+    pairs = [(old, new) for (_, old), (_, new) in zip(flatten(state), flatten(by), strict=True) if old is not new]
+    if pairs:
+        copy_all([old for old, _ in pairs], [new for _, new in pairs])

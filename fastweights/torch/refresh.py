@@ -215,15 +215,30 @@ def step(
     if previous_label is not None:
         weight = torch.ones_like(previous_label) if weight is None else weight
         state = refresh.labelled(config, ops, state, previous_label, weight)
-    plain = config.within == "held" and not (torch.is_grad_enabled() or is_watched())
-    if plain and not torch.is_autocast_enabled(x.device.type):
-        counts = {config.refresh if full else 0} if full is not None else set(state.waiting.tolist())
-        if len(counts) == 1:
-            n, state = held.step(config, p, x.to(p["scale"].dtype), state, full=counts == {config.refresh})
-            return torch.addmm(p["unembed_bias"], n, p["unembed"]), state
+    found = features(config, p, x, state, full)
+    if found is not None:
+        n, state = found
+        return torch.addmm(p["unembed_bias"], n, p["unembed"]), state
     unknown = x.new_zeros(len(x), 1)
     out = run(config, ops, p, x[:, None], unknown.long(), unknown, state, fresh=False, slow=False, score=False)
     return out.logits[:, 0], out.state
+
+
+def features(
+    config: FWLConfig, p: dict[str, Tensor], x: Tensor, state: RefreshState, full: bool | None
+) -> tuple[Tensor, RefreshState] | None:
+    """`held.step` of one token x (B, D) whose predecessor's label is told, or None where that does not serve.
+
+    Args:
+        config, p, x, state, full: as of `step`.
+    """
+    plain = config.within == "held" and not (torch.is_grad_enabled() or is_watched())
+    if not plain or torch.is_autocast_enabled(x.device.type):
+        return None
+    counts = {config.refresh if full else 0} if full is not None else set(state.waiting.tolist())
+    if len(counts) != 1:
+        return None
+    return held.step(config, p, x.to(p["scale"].dtype), state, full=counts == {config.refresh})
 
 
 def _differentiates():
