@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from fastweights.checks import LOG
+from fastweights import checks
 from fastweights.debugging import debugging
 from fastweights.hf import captured
 from fastweights.hf.cache import FastWeightCache
@@ -35,6 +35,7 @@ from fastweights.models.language_model import State
 from fastweights.torch import graphs
 from fastweights.torch.tree import flatten, map_tensors
 
+LOG = checks.LOG.getChild("generate")
 AHEAD = 8  # tokens that a GPU is given before the host looks whether the texts have ended
 FEW = 16  # tokens for which no graph is recorded
 KEPT = 4  # decoders per model whose graphs are kept, the last ones used
