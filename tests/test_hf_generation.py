@@ -171,15 +171,13 @@ class Kept(BaseStreamer):
 
 @pytest.mark.parametrize("ends", [None, [3, 11, 17]])
 def test_a_streamer_gets_every_token(way, ends, said):
-    model, tokens, found = make(), random_tokens(1, 9), []
-    for loop in ({}, THEIRS):
-        torch.manual_seed(0)
-        found.append(Kept())
-        out = model.generate(
-            tokens, streamer=found[-1], do_sample=True, max_new_tokens=30, eos_token_id=ends, pad_token_id=0, **loop
-        )
-    assert found[0].tokens == found[1].tokens == [tokens.tolist(), *([int(x)] for x in out[0, 9:])]
-    assert found[0].ended == found[1].ended == 1
+    model, tokens, streamer = make(), random_tokens(1, 9), Kept()
+    how = dict(do_sample=True, max_new_tokens=30, eos_token_id=ends, pad_token_id=0)
+    torch.manual_seed(3)
+    model.generate(tokens, streamer=streamer, **how)
+    _, theirs = both(model, tokens, **how)
+    assert streamer.tokens == [tokens.tolist(), *([int(x)] for x in theirs[0, 9:])]
+    assert streamer.ended == 1
     assert said()[0].startswith("our loop")
 
 
@@ -191,9 +189,14 @@ def test_time_runs_out(way, said):
     assert model.generate(tokens, max_time=1e4, max_new_tokens=30, do_sample=False).shape == (1, 39)
 
 
-class Other(LogitsProcessor, StoppingCriteria):
+class OtherScores(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class OtherEnd(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
-        return scores if scores is not None else torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @pytest.mark.parametrize("how,why", [
@@ -202,8 +205,8 @@ class Other(LogitsProcessor, StoppingCriteria):
     (dict(output_logits=True, return_dict_in_generate=True), "output_logits is asked for"),
     (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states is asked for"),
     (dict(no_repeat_ngram_size=2), "NoRepeatNGramLogitsProcessor may look at more"),
-    (dict(logits_processor=LogitsProcessorList([Other()])), "Other may look at more"),
-    (dict(stopping_criteria=StoppingCriteriaList([Other()])), "Other looks at every token"),
+    (dict(logits_processor=LogitsProcessorList([OtherScores()])), "OtherScores may look at more"),
+    (dict(stopping_criteria=StoppingCriteriaList([OtherEnd()])), "OtherEnd looks at every token"),
 ])  # fmt: skip
 def test_what_is_left_to_transformers(way, how, why, said):
     model, tokens = make(), random_tokens(2, 9)

@@ -246,7 +246,9 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
         for _ in range(queued):
             token = decoder(getattr(decoder, "noise", None))
             if processors or config.do_sample:
-                scores = processors(texts.now, steps.logits)
+                scores = steps.logits
+                for processor in processors:  # its list would look up the arguments of each, each time
+                    scores = processor(texts.now, scores)
                 token = texts.draw(scores) if config.do_sample else scores.argmax(-1)
             decoder.load(texts.add(token))
     if streamer is not None:
@@ -319,4 +321,5 @@ def _steps(model, input_ids, criteria):
     known.move_to_end(key)
     while len(known) > KEPT:
         known.popitem(last=False)
-    return found.decoder.how if found.decoder is not None and not found.decoder.captured else found
+    failed = found.decoder is not None and not found.decoder.captured
+    return f"a step is {found.decoder.how}" if failed else found
