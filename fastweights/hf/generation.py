@@ -96,7 +96,8 @@ class Steps:
             learn: whether a Fast Weight Layer learns.
             full: whether it learns from a whole chunk now; None where it has no chunks.
         """
-        body, tokens, blocks = self.model.model, token[:, None], []
+        body, tokens = self.model.model, token[:, None]
+        blocks: list[Any] = []
         x = body.embed_tokens(tokens)
         if not self.running.captured and captured.refuses(body.blocks, body.norm, x, state.blocks) is None:
             x, blocks = captured.step(body.blocks, body.norm, x, state.blocks)
@@ -171,9 +172,9 @@ class Texts:
         self.limit = _longest(criteria)
         self.times = [x for x in criteria if type(x) is MaxTimeCriteria]
         ends = [x.eos_token_id.to(tokens.device).flatten() for x in criteria if type(x) is EosTokenCriteria]
-        self.ends = torch.cat(ends) if ends else None
-        self.pad = config._pad_token_tensor.to(tokens.device) if ends else None
-        self.going = self._goes_on(tokens[:, -1]) if ends else None
+        self.ends: Any = torch.cat(ends) if ends else None
+        self.pad: Any = config._pad_token_tensor.to(tokens.device) if ends else None
+        self.going: Any = self._goes_on(tokens[:, -1]) if ends else None
         self.sums: Any = None  # (B,), of what was drawn: NaN once a probability was
 
     @property
@@ -231,7 +232,7 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
     texts, decoder = Texts(tokens, criteria, config), steps.start(tokens[:, -1], cache.state)
     LOG.debug("generate: our loop, %s", decoder.how)
     kept = config.return_dict_in_generate or not cache.temporary
-    begin, before, queued = texts.length - 1, None, 0
+    begin, before, random, queued = texts.length - 1, None, None, 0
     while True:
         over = texts.over()
         if streamer is not None:
@@ -240,6 +241,8 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
         if over:
             break
         begin = texts.length
+        if config.do_sample:
+            random = _random_state(tokens.device)
         if kept and texts.going is not None:
             before = map_tensors(torch.clone, decoder.state) if decoder.captured else decoder.state
         queued = min(_ahead(tokens), texts.limit - begin)
@@ -253,8 +256,13 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
             decoder.load(texts.add(token))
     if streamer is not None:
         streamer.end()
+    cut = texts.length < begin + queued  # some were written after the end
+    if cut and config.do_sample:
+        _random_state(tokens.device, random)
+        for _ in range(begin, texts.length):  # drawn, and no more
+            torch.empty_like(steps.logits).exponential_(1)
     if kept:
-        if texts.length < begin + queued:  # some were written after the end: those before it are read again
+        if cut:  # those before the end are read again
             decoder.load(texts.tokens[:, begin - 1], before)
             for i in range(begin, texts.length):
                 decoder(getattr(decoder, "noise", None))
@@ -267,6 +275,14 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
 def _ahead(tokens):
     """How many tokens are queued before the host looks at them: on a CPU nothing waits in a queue."""
     return AHEAD if tokens.is_cuda else 1
+
+
+def _random_state(device, state=None):
+    """The state of the source of chance on a device, set to `state` first where that is given."""
+    source = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    if state is not None:
+        source.set_state(state)
+    return source.get_state()
 
 
 def _longest(criteria):

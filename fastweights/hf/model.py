@@ -296,7 +296,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             "and values, which a memory does not have"
         )
 
-    def _sample(  # type: ignore[override]
+    def _sample(
         self,
         input_ids: Tensor,
         logits_processor: Any,
