@@ -31,7 +31,7 @@ HOWS = {
     "warped": dict(do_sample=True, temperature=0.7, top_k=12, top_p=0.9, min_p=0.01, repetition_penalty=1.3),
     "likeliest of some": dict(do_sample=False, repetition_penalty=1.5, suppress_tokens=[7], min_new_tokens=12),
     "at least": dict(do_sample=True, eos_token_id=[3, 5, 8], min_length=18, min_new_tokens=12),
-    "ends": dict(do_sample=True, eos_token_id=[3, 5], renormalize_logits=True, exponential_decay_length_penalty=(9, 1.1)),
+    "ends": dict(do_sample=True, eos_token_id=5, renormalize_logits=True, exponential_decay_length_penalty=(9, 1.1)),
     "rows": dict(do_sample=True, eos_token_id=3, num_return_sequences=2, typical_p=0.9, epsilon_cutoff=1e-3),
 }  # fmt: skip
 
