@@ -60,6 +60,17 @@ def recording(decoder, kind, full):
     decoder.graphs[kind] = SimpleNamespace(replay=replay)
 
 
+def recorded_choice(choice, logits, token):
+    """As `Choice._recorded` on a GPU."""
+    held = token, choice.going, choice.sums
+
+    def replay():
+        for old, new in zip(held, choice._chosen(logits, token), strict=True):
+            old.copy_(new)
+
+    return SimpleNamespace(replay=replay)
+
+
 @pytest.fixture(params=["eager", "recorded"])
 def way(request, monkeypatch):
     """Our loop as on a CPU, and as on a GPU: with recorded steps, of which several are queued at once."""
@@ -68,6 +79,7 @@ def way(request, monkeypatch):
         for module in (decoding, generation):
             monkeypatch.setattr(module, "graphs", SimpleNamespace(refuses=lambda x: None, close=graphs.close))
         monkeypatch.setattr(decoding.Decoder, "_capture", recording)
+        monkeypatch.setattr(generation.Choice, "_recorded", recorded_choice)
         monkeypatch.setattr(generation, "_ahead", lambda tokens: 8)
     yield request.param
     generation._kept.clear()

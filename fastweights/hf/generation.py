@@ -30,6 +30,7 @@ from fastweights import checks
 from fastweights.debugging import debugging
 from fastweights.hf import captured
 from fastweights.hf.cache import FastWeightCache
+from fastweights.hf.choice import OF_SCORES, Choice, random_state
 from fastweights.models.decoding import Decoder
 from fastweights.models.language_model import State
 from fastweights.torch import graphs
@@ -69,6 +70,7 @@ class Steps:
         self.logits: Any = None
         self.decoder: Any = None  # the last one that recorded a step
         self.running: Any = None
+        self.choices: dict[str, Choice] = {}
         self.busy = threading.Lock()
 
     def start(self, token: Tensor, state: State) -> Decoder:
@@ -80,8 +82,28 @@ class Steps:
             self.running = known
         else:
             self.running = Decoder(self, state, token, self.likeliest, learn=self.model.config.adapt)
-            self.decoder = self.running if self.running.captured else known
+            if self.running.captured:
+                self.decoder, self.choices = self.running, {}
         return self.running
+
+    def choice(self, processors: list[Any], of_text: int, config: Any, ends: Tensor | None) -> Choice:
+        """How tokens are chosen, by an earlier call's recording where one is kept.
+
+        Args:
+            processors: all of them.
+            of_text: how many of them come first that look at the text, or stand before one that does.
+            config: of the generation.
+            ends: tokens that end a text, or None.
+        """
+        given, rest = not processors and not config.do_sample, list(processors[of_text:])
+        told = lambda x: x.tolist() if isinstance(x, Tensor) else x  # noqa: E731
+        settings = [(type(x).__name__, [(name, told(y)) for name, y in sorted(vars(x).items())]) for x in rest]
+        key = repr((given, config.do_sample, settings, told(ends), told(config._pad_token_tensor)))
+        if key not in self.choices:
+            self.choices[key] = Choice(rest, config, ends, given=given)
+            while len(self.choices) > KEPT:
+                del self.choices[next(iter(self.choices))]
+        return self.choices[key]
 
     @property
     def fast(self) -> Any:
@@ -153,7 +175,7 @@ def sample(
         first = theirs(input_ids, processors, one, config, **given)
         text = first.sequences if config.return_dict_in_generate else first
         cache = given["past_key_values"]
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(input_ids):
             text = _write(steps, text, processors, criteria, config, streamer, cache)
     finally:
         steps.busy.release()
@@ -164,56 +186,34 @@ class Texts:
     """B texts that grow token by token, and what ends them.
 
     tokens (B, at least length);  length: tokens of each text so far, the same for all: one that has ended is padded.
-    going (B,): whether a text has not ended.
     """
 
-    def __init__(self, tokens: Tensor, criteria: Any, config: Any):
+    def __init__(self, tokens: Tensor, criteria: Any, choice: Choice):
         self.tokens, self.first, self.length = tokens, tokens.shape[1], tokens.shape[1]
-        self.limit = _longest(criteria)
+        self.limit, self.choice = _longest(criteria), choice
         self.times = [x for x in criteria if type(x) is MaxTimeCriteria]
-        ends = [x.eos_token_id.to(tokens.device).flatten() for x in criteria if type(x) is EosTokenCriteria]
-        self.ends: Any = torch.cat(ends) if ends else None
-        self.pad: Any = config._pad_token_tensor.to(tokens.device) if ends else None
-        self.going: Any = self._goes_on(tokens[:, -1]) if ends else None
-        self.sums: Any = None  # (B,), of what was drawn: NaN once a probability was
 
     @property
     def now(self) -> Tensor:
         """(B, length)."""
         return self.tokens[:, : self.length]
 
-    def _goes_on(self, token):
-        """(B,): whether token (B,) is none that ends a text."""
-        return (token[:, None] != self.ends).all(1)
-
-    def add(self, token: Tensor) -> Tensor:
-        """Write a token (B,) of each text, padding after its end, and return what was written."""
-        if self.going is not None:
-            token = torch.where(self.going, token, self.pad)
-            self.going = self.going & self._goes_on(token)
+    def add(self, token: Tensor) -> None:
+        """Write a token (B,) of each text."""
         if self.length == self.tokens.shape[1]:
             more = self.tokens.new_empty(len(token), min(max(self.length, 256), self.limit - self.length))
             self.tokens = torch.cat([self.tokens, more], 1)
         self.tokens[:, self.length] = token
         self.length += 1
-        return token
-
-    def draw(self, scores: Tensor) -> Tensor:
-        """A token (B,) by scores (B, V). On a GPU as `torch.multinomial` draws it, without its wait for the device."""
-        p = scores.softmax(-1)
-        if not p.is_cuda:
-            return torch.multinomial(p, 1)[:, 0]
-        best, token = (p / torch.empty_like(p).exponential_(1)).max(-1)
-        self.sums = best if self.sums is None else self.sums + best
-        return token
 
     def over(self) -> bool:
         """Whether all texts have ended; what was written after the end of the last one is cut off then."""
-        if self.sums is not None and bool(self.sums.isnan().any()):
+        choice = self.choice
+        if choice.draws and bool(choice.sums.isnan().any()):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        if self.going is not None and not bool(self.going.any()):
+        if choice.ends is not None and not bool(choice.going.any()):
             written = self.tokens[:, self.first - 1 : self.length]
-            ended = (written[..., None] == self.ends).any(-1).int().argmax(1)  # (B,), each text's first
+            ended = (written[..., None] == choice.ends).any(-1).int().argmax(1)  # (B,), each text's first
             self.length = self.first + int(ended.max())
             return True
         late = any(time.time() - x.initial_timestamp > x.max_time for x in self.times)
@@ -229,9 +229,13 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
         processors, criteria, config, streamer: as `sample` gets them.
         cache: after the prompts.
     """
-    texts, decoder = Texts(tokens, criteria, config), steps.start(tokens[:, -1], cache.state)
+    decoder, device = steps.start(tokens[:, -1], cache.state), tokens.device
     LOG.debug("generate: our loop, %s", decoder.how)
-    kept = config.return_dict_in_generate or not cache.temporary
+    ends = [x.eos_token_id.to(device).flatten() for x in criteria if type(x) is EosTokenCriteria]
+    of_text = 1 + max((i for i, x in enumerate(processors) if type(x).__name__ not in OF_SCORES), default=-1)
+    choice = steps.choice(processors, of_text, config, torch.cat(ends) if ends else None)
+    choice.start(tokens[:, -1])
+    texts, kept = Texts(tokens, criteria, choice), config.return_dict_in_generate or not cache.temporary
     begin, before, random, queued = texts.length - 1, None, None, 0
     while True:
         over = texts.over()
@@ -241,31 +245,32 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
         if over:
             break
         begin = texts.length
-        if config.do_sample:
-            random = _random_state(tokens.device)
-        if kept and texts.going is not None:
+        if choice.draws:
+            random = random_state(device)
+        if kept and ends:
             before = map_tensors(torch.clone, decoder.state) if decoder.captured else decoder.state
         queued = min(_ahead(tokens), texts.limit - begin)
         for _ in range(queued):
-            token = decoder(getattr(decoder, "noise", None))
-            if processors or config.do_sample:
-                scores = steps.logits
-                for processor in processors:  # its list would look up the arguments of each, each time
-                    scores = processor(texts.now, scores)
-                token = texts.draw(scores) if config.do_sample else scores.argmax(-1)
-            decoder.load(texts.add(token))
+            decoder.advance()
+            scores = steps.logits
+            for processor in processors[:of_text]:
+                scores = processor(texts.now, scores)
+            if of_text:
+                steps.logits.copy_(scores)
+            choice(steps.logits, decoder)
+            texts.add(decoder.token)
     if streamer is not None:
         streamer.end()
     cut = texts.length < begin + queued  # some were written after the end
-    if cut and config.do_sample:
-        _random_state(tokens.device, random)
+    if cut and choice.draws:
+        random_state(device, random)
         for _ in range(begin, texts.length):  # drawn, and no more
             torch.empty_like(steps.logits).exponential_(1)
     if kept:
         if cut:  # those before the end are read again
             decoder.load(texts.tokens[:, begin - 1], before)
             for i in range(begin, texts.length):
-                decoder(getattr(decoder, "noise", None))
+                decoder.advance()
                 decoder.load(texts.tokens[:, i])
         cache.state = map_tensors(torch.clone, decoder.state) if decoder.captured else decoder.state
         cache.seen += texts.length - texts.first
@@ -275,14 +280,6 @@ def _write(steps, tokens, processors, criteria, config, streamer, cache):
 def _ahead(tokens):
     """How many tokens are queued before the host looks at them: on a CPU nothing waits in a queue."""
     return AHEAD if tokens.is_cuda else 1
-
-
-def _random_state(device, state=None):
-    """The state of the source of chance on a device, set to `state` first where that is given."""
-    source = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    if state is not None:
-        source.set_state(state)
-    return source.get_state()
 
 
 def _longest(criteria):

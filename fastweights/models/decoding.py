@@ -103,23 +103,29 @@ class Decoder:
         Args:
             noise: (B,), uniform in [0, 1), by which `pick` draws.
         """
+        if self.captured:
+            self.noise.copy_(noise)
+        self.advance(noise)
+        return self.token.clone() if self.captured else self.token
+
+    @torch.no_grad()
+    def advance(self, noise: Tensor | None = None) -> None:
+        """One more token of each text, which `token` holds then; captured, by the noise of the last call."""
         full = self._full()
         if not self.captured:
             self.token, self.state = self._step(self.token, self.state, noise, full)
-            return self.token
+            return
         kind = bool(full)
         if kind not in self.graphs:
             reason = self._capture(kind, full)
             if reason is not None:
-                warnings.warn(f"tokens are generated without a CUDA graph; capturing failed: {reason}", stacklevel=2)
+                warnings.warn(f"tokens are generated without a CUDA graph; capturing failed: {reason}", stacklevel=3)
                 self.captured, self.how = False, f"eager (capturing failed: {reason})"
                 self.token, self.state = self._step(self.token, self.state, noise, full)
-                return self.token
-        self.noise.copy_(noise)
+                return
         self.graphs[kind].replay()
-        return self.token.clone()
 
-    def _step(self, token: Tensor, state: State, noise: Tensor, full: bool | None) -> tuple[Tensor, State]:
+    def _step(self, token: Tensor, state: State, noise: Any, full: bool | None) -> tuple[Tensor, State]:
         """One token through the model, and the next one drawn: what is captured, and what runs where nothing is."""
         logits, state = self.model.step(token, state, learn=self.learn, full=full)
         return self.pick(logits, noise), state
