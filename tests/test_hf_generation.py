@@ -263,7 +263,7 @@ def test_models_that_are_left_to_transformers(way, said):
 
 
 @pytest.mark.parametrize("way", ["recorded"], indirect=True)
-def test_graphs_are_kept_for_the_next_call(way, said):
+def test_graphs_are_kept_for_the_next_call(way, said, monkeypatch):
     model, tokens, how = make("delta"), random_tokens(2, 9), dict(max_new_tokens=20, do_sample=False)
     short = model.generate(tokens, max_new_tokens=4, do_sample=False)
     assert said()[-1] == "the loop of transformers, since the tokens are too few to record a graph for"
@@ -289,8 +289,12 @@ def test_graphs_are_kept_for_the_next_call(way, said):
         p.data = q.data.clone()  # elsewhere: what was recorded reads other weights
     assert torch.equal(model.generate(tokens, **how), want)
     assert len(generation._kept[model]) == 1
+    (last,) = generation._kept[model].values()
+    monkeypatch.setattr(generation, "LARGE", 10)
+    assert torch.equal(model.generate(tokens, **how), want)
+    assert last.decoder is None
     gone = weakref.ref(model)
-    del model, p, kept, first
+    del model, p, kept, first, last
     gc.collect()
     assert gone() is None
 

@@ -34,12 +34,13 @@ from fastweights.hf.choice import OF_SCORES, Choice, random_state
 from fastweights.models.decoding import Decoder
 from fastweights.models.language_model import State
 from fastweights.torch import graphs
-from fastweights.torch.tree import flatten, map_tensors
+from fastweights.torch.tree import flatten, map_tensors, tensor_bytes
 
 LOG = checks.LOG.getChild("generate")
 AHEAD = 8  # tokens that a GPU is given before the host looks whether the texts have ended
 FEW = 16  # tokens for which no graph is recorded
 KEPT = 4  # decoders per model whose graphs are kept, the last ones used
+LARGE = 2**28  # bytes of a state beyond which a decoder is not kept
 # Logits processors that are functions of tokens and scores alone, and need nothing from the host
 SERVED = {
     f"{name}Logits{kind}"
@@ -104,6 +105,12 @@ class Steps:
             while len(self.choices) > KEPT:
                 del self.choices[next(iter(self.choices))]
         return self.choices[key]
+
+    def rest(self) -> None:
+        """Keep nothing between calls but a graph, and that only where its state is small."""
+        self.running = None
+        if self.decoder is not None and tensor_bytes(self.decoder.state) > LARGE:
+            self.decoder, self.choices = None, {}
 
     @property
     def fast(self) -> Any:
@@ -178,6 +185,7 @@ def sample(
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(input_ids):
             text = _write(steps, text, processors, criteria, config, streamer, cache)
     finally:
+        steps.rest()
         steps.busy.release()
     return GenerateDecoderOnlyOutput(sequences=text, past_key_values=cache) if config.return_dict_in_generate else text
 
