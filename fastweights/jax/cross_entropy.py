@@ -148,11 +148,12 @@ def _forward(n, E, c, labels, *, count, want_r):
         p = jnp.exp(z - top[:, None])  # not yet divided by its sum, which is cheaper after the product
         total = jnp.sum(p, 1)
         log_sum = top + jnp.log(total)
-        found = log_sum - _at(z, labels), log_sum
-        if want_r:
-            mean = (p.astype(n.dtype) @ E.T).astype(wide) / total[:, None]
-            found += ((mean - jnp.take(E, labels, axis=1).T.astype(wide)).astype(n.dtype),)
-        return carry, found
+        loss = log_sum - _at(z, labels)
+        if not want_r:
+            return carry, (loss, log_sum)
+        mean = (p.astype(n.dtype) @ E.T).astype(wide) / total[:, None]
+        r = (mean - jnp.take(E, labels, axis=1).T.astype(wide)).astype(n.dtype)
+        return carry, (loss, log_sum, r)
 
     loss, log_sum, *r = _over_blocks(block, (), (n, labels), count)[1]
     return loss, r[0] if want_r else jnp.zeros(0, n.dtype), log_sum

@@ -33,7 +33,8 @@ class FWLBlock(nn.Module):
     The logits at token t come from the block's parameters minus step sizes times the gradients of the losses of the
     tokens before t. Training through them teaches parameters that learn well from a document. Every other method is
     called with its name: `block.apply(variables, x, labels, weights, method="loss")`. It differentiates in reverse
-    mode.
+    mode. Its products are as precise as `jax.default_matmul_precision` says, which on recent GPUs is TF32 unless you
+    ask for more.
 
     Args:
         size: width of the block's output; its hidden layer is `hidden`, 4 * size when absent.

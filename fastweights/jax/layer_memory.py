@@ -21,6 +21,7 @@ from fastweights.jax.dtypes import accumulation_dtype
 from fastweights.jax.ops import _check_values, fast_weight
 from fastweights.jax.packing import pack, to_chunks
 from fastweights.jax.scan import scan_chunks
+from fastweights.literals import Read, Rule
 
 ALIGNED = {"cpu": 1, "gpu": 8}  # keys are filled up with zeros to a multiple of it: matrix units want aligned rows
 WIDER = 4  # memories of all chunks are held at once unless they are so many times as large as the tokens of a chunk
@@ -32,7 +33,7 @@ def missing_keys(width: int) -> int:
 
 
 def layer_memory(
-    q: Array, k: Array, v: Array, *, state: Any, rule: str, read: str, chunk_size: int, cu_seqlens: Any, **gates: Any
+    q: Array, k: Array, v: Array, *, state: Any, rule: Rule, read: Read, chunk_size: int, cu_seqlens: Any, **gates: Any
 ) -> tuple[Array, Array]:
     """`fast_weight` of q, k (B, T, 1, K) and v (B, T, 1, V), whose arguments are right: (o, final state).
 
