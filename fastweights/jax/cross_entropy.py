@@ -148,7 +148,7 @@ def _forward(n, E, c, labels, *, count, want_r):
         p = jnp.exp(z - top[:, None])  # not yet divided by its sum, which is cheaper after the product
         total = jnp.sum(p, 1)
         log_sum = top + jnp.log(total)
-        loss = log_sum - _at(z, labels)
+        loss = log_sum - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
         if not want_r:
             return carry, (loss, log_sum)
         mean = (p.astype(n.dtype) @ E.T).astype(wide) / total[:, None]
@@ -162,48 +162,80 @@ def _forward(n, E, c, labels, *, count, want_r):
 @partial(jax.jit, static_argnames=("count", "want_r"))
 def _backward(n, E, c, labels, r, log_sum, dloss, dr, *, count, want_r):
     """Gradients of n, E and c by the formulas above, a block of tokens at a time; logits are computed again."""
-    wide = accumulation_dtype(n)
+    wide, words = accumulation_dtype(n), _words(E)
 
     def block(carry, part):
         (dE, dc), (n, labels, log_sum, dloss, *of_r) = carry, part
-        p = jnp.exp((n @ E + c).astype(wide) - log_sum[:, None])
-        hot = _hot(labels, E)
-        share = dloss[:, None]
+        p = jnp.exp(_by_word(n, words, c, wide) - log_sum)
+        hot, share = _hot(labels, E), dloss
         if want_r:
             r, dr = of_r
             mean = r.astype(wide) + jnp.take(E, labels, axis=1).T.astype(wide)
-            offset = dloss - jnp.sum(mean * dr.astype(wide), 1)
-            share = offset[:, None] + (dr @ E).astype(wide)
-        dz = p * share - jnp.where(hot, dloss[:, None], 0)
-        dc = dc + jnp.sum(dz, 0)
-        dz = dz.astype(n.dtype)
-        dE = dE + _wide_product(n, dz, wide)
+            share = dloss - jnp.sum(mean * dr.astype(wide), 1) + _by_word(dr, words, None, wide)
+        dz = p * share - jnp.where(hot, dloss, 0)
+        dc, dz = dc + jnp.sum(dz, 1), dz.astype(n.dtype)
+        dE = dE + _of_words(dz, n, wide)
         if want_r:
-            dE = dE + _wide_product(dr, (p - hot).astype(n.dtype), wide)
-        return (dE, dc), (dz @ E.T,)
+            dE = dE + _of_words((p - hot).astype(n.dtype), dr, wide)
+        return (dE, dc), (_of_tokens(dz, E),)
 
     parts = (n, labels, log_sum, dloss, *((r, dr) if want_r else ()))
-    (dE, dc), (dn,) = _over_blocks(block, (jnp.zeros_like(E, wide), jnp.zeros_like(c, wide)), parts, count)
-    return dn, dE.astype(E.dtype), dc.astype(c.dtype)
+    (dE, dc), (dn,) = _over_blocks(block, _nothing(E, wide), parts, count)
+    return dn, dE.T.astype(E.dtype), dc.astype(c.dtype)
 
 
 @partial(jax.jit, static_argnames=("count",))
 def _with_gradients(n, E, c, labels, weights, *, count):
     """Gradients of sum(weights * loss) with respect to n, E and c, and the losses (N,): logits are computed once."""
-    wide = accumulation_dtype(n)
+    wide, words = accumulation_dtype(n), _words(E)
 
     def block(carry, part):
         (dE, dc), (n, labels, weights) = carry, part
-        z = (n @ E + c).astype(wide)
-        log_sum = jax.nn.logsumexp(z, 1)
-        dz = (jnp.exp(z - log_sum[:, None]) - _hot(labels, E)) * weights[:, None]
-        dc = dc + jnp.sum(dz, 0)
-        dz = dz.astype(n.dtype)
-        return (dE + _wide_product(n, dz, wide), dc), (dz @ E.T, log_sum - _at(z, labels))
+        z = _by_word(n, words, c, wide)
+        log_sum = jax.nn.logsumexp(z, 0)
+        dz = (jnp.exp(z - log_sum) - _hot(labels, E)) * weights
+        dc, dz = dc + jnp.sum(dz, 1), dz.astype(n.dtype)
+        at_label = jnp.take_along_axis(z, labels[None], 0)[0]
+        return (dE + _of_words(dz, n, wide), dc), (_of_tokens(dz, E), log_sum - at_label)
 
-    start = jnp.zeros_like(E, wide), jnp.zeros_like(c, wide)
-    (dE, dc), (dn, loss) = _over_blocks(block, start, (n, labels, weights), count)
-    return dn, dE.astype(E.dtype), dc.astype(c.dtype), loss
+    (dE, dc), (dn, loss) = _over_blocks(block, _nothing(E, wide), (n, labels, weights), count)
+    return dn, dE.T.astype(E.dtype), dc.astype(c.dtype), loss
+
+
+# Gradients are made with one row per word, (V, N), from a copy of E that has one row per word, too. A GPU multiplies
+# TF32 fastest if both factors are stored along what is summed over, and slowest if neither is, which would be the
+# gradient of E with one row per token. The barriers keep XLA from turning the copy, and what is made, around again.
+
+
+def _words(E):
+    """E as words (V, size), stored so."""
+    return lax.optimization_barrier(E.T)
+
+
+def _by_word(n, words, c, wide):
+    """Logits (V, N) of n (N, size), without the bias if it is None."""
+    z = lax.dot_general(words, n, (((1,), (1,)), ((), ())))
+    return (z if c is None else z + c[:, None]).astype(wide)
+
+
+def _of_words(dz, n, wide):
+    """dz n (V, size) for dz (V, N), summed over tokens in float32 or wider."""
+    return lax.dot_general(dz, n, (((1,), (0,)), ((), ())), preferred_element_type=wide)
+
+
+def _of_tokens(dz, E):
+    """dz^T E^T (N, size) for dz (V, N)."""
+    return lax.optimization_barrier(lax.dot_general(E, dz, (((1,), (0,)), ((), ())))).T
+
+
+def _nothing(E, wide):
+    """Gradients of words (V, size) and of their biases before the first block."""
+    return jnp.zeros(E.T.shape, wide), jnp.zeros(E.shape[1], wide)
+
+
+def _hot(labels, E):
+    """Where the labels are, (V, N)."""
+    return jnp.arange(E.shape[1], dtype=labels.dtype)[:, None] == labels
 
 
 def _over_blocks(block, carry, parts, count):
@@ -218,18 +250,3 @@ def _over_blocks(block, carry, parts, count):
     fill = lambda x: jnp.pad(x, [(0, count * height - N)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
     carry, outputs = lax.scan(block, carry, tuple(fill(x).reshape(count, height, *x.shape[1:]) for x in parts))
     return carry, tuple(x.reshape(count * height, *x.shape[2:])[:N] for x in outputs)
-
-
-def _wide_product(a, b, wide):
-    """a^T b (size, V) for a (N, size) and b (N, V), summed over tokens in float32 or wider."""
-    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=wide)
-
-
-def _hot(labels, E):
-    """Where the labels are, (N, V)."""
-    return labels[:, None] == jnp.arange(E.shape[1], dtype=labels.dtype)
-
-
-def _at(z, labels):
-    """The logit of each label, (N,)."""
-    return jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
