@@ -30,4 +30,7 @@ class Ops(NamedTuple):
     stop: Callable  # x without its gradient
     head: Callable  # n, unembed, bias, labels -> loss per token and its gradient at n, differentiable
     loss: Callable  # the same, loss alone
+    summed: Callable  # n, unembed, bias, labels, weights -> sum(weights * loss), its gradient made with it
+    aligned: Callable  # unembed, bias -> the same, with words that no token means where the device wants more
+    missing_keys: Callable  # width of the keys of a layer's memory -> zeros that the device wants beside them
     cross_entropy: Callable  # logits, labels -> loss per token

@@ -112,8 +112,40 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
         state = learn_waiting(config, ops, p, previous_label, state)
     if x.shape[1] == 0:
         return nothing(config, ops, x, state, logits)
-    slow = slow_pass(config, ops, p, x)
-    slow_loss, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], labels)
+    n, words, slow_loss, state = _features(config, ops, p, x, labels, weights, state, cu_seqlens)
+    fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
+    loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, *words, labels)
+    return FWLOutput(fast, loss, slow_loss, state)
+
+
+def objective(config, ops, p, x, labels, weights, cu_seqlens=None):
+    """The weighted mean of the fast losses over tokens, to be trained: its gradients are made with it.
+
+    Args:
+        config, ops, p: arguments of the block, what the framework brings, and parameters by name.
+        x: (B, T, D), output of a causal body.
+        labels, weights: (B, T).
+        cu_seqlens: (N + 1,) offsets of packed documents, or None.
+    """
+    total = _at_least(ops.xp, ops.xp.sum(weights), 1e-8)
+    if x.shape[1] == 0:
+        return ops.xp.sum(x[:, :, 0] * ops.cast(weights, x)) / total
+    n, words, _, _ = _features(config, ops, p, x, labels, weights, None, cu_seqlens)
+    return ops.summed(n, *words, labels, weights) / total
+
+
+def _features(config, ops, p, x, labels, weights, state, cu_seqlens):
+    """(fast features (B, T, size), output embedding and bias for a loss, slow losses (B, T), state after x).
+
+    Args:
+        config, ops, p: arguments of the block, what the framework brings, and parameters by name.
+        x: (B, T, D), output of a causal body.
+        labels, weights: (B, T).
+        state: of an earlier call, or None.
+        cu_seqlens: (N + 1,) offsets of packed documents, or None.
+    """
+    slow, words = slow_pass(config, ops, p, x), ops.aligned(p["unembed"], p["unembed_bias"])
+    slow_loss, dn = ops.head(slow.n, *words, labels)
     share = weights / normalization(config, ops, weights, cu_seqlens)
     written = write(config, ops, p, x, slow, dn * ops.cast(share, dn)[..., None])
     before = (None, None, None) if state is None else state[:3]
@@ -126,9 +158,7 @@ def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=No
         return answer
 
     n = read(config, ops, p, x, slow, memory)
-    fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
-    loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, p["unembed"], p["unembed_bias"], labels)
-    return FWLOutput(fast, loss, slow_loss, FWLState(*[*after, pending, waiting]))
+    return n, words, slow_loss, FWLState(*[*after, pending, waiting])
 
 
 def nothing(config, ops, x, state, logits):

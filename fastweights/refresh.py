@@ -76,8 +76,8 @@ def fast_weights(config, ops, p, learned, x):
     """
     dense1, dense2, norm = (ops.xp.squeeze(S, 1) for S in learned)  # views: to slice would cost the backward pass more
     D, F, size = x.shape[-1], config.hidden_width, config.size
-    dense1, bias1 = ops.split(dense1, (D, 1), 1)
-    dense2, bias2 = ops.split(dense2, (F, 1), 1)
+    dense1, bias1 = ops.split(dense1, _rows(dense1, D), 1)[:2]  # rows below the bias are those a device wants more
+    dense2, bias2 = ops.split(dense2, _rows(dense2, F), 1)[:2]
     scale, shift = ops.split(norm, (size, size))
     changes = dict(dense1=dense1, bias1=bias1, dense2=dense2, bias2=bias2, scale=scale, shift=shift)
     return p | {name: ops.cast(p[name] + change, x) for name, change in changes.items()}
@@ -87,13 +87,13 @@ def chunk(config, ops, p, learned, x, labels, share, *, close, score=True):
     """Read one chunk: (features (B, T, size), loss (B, T), what has been learned after it).
 
     learned: the first three of a RefreshState;  x (B, T, D), T <= C;  labels, share (B, T): share is a token's weight
-    over the normaliser.  close: whether the chunk is learned now; else what was learned before it is returned.  score:
-    whether the loss is wanted, which may be None otherwise.
+    over the normaliser.  close: whether the chunk is learned now, or (B,), which sequences learn it; of others what was
+    learned before it is returned.  score: whether the loss is wanted, which may be None otherwise.
     """
     head = p["unembed"], p["unembed_bias"], labels
     now = fast_weights(config, ops, p, learned, x)
     slow = fwl.slow_pass(config, ops, now, x)
-    if config.within == "held" and not close:
+    if config.within == "held" and close is False:
         return slow.n, ops.loss(slow.n, *head) if score else None, learned
     loss, dn = ops.head(slow.n, *head)
     written = fwl.write(config, ops, now, x, slow, dn * ops.cast(share, dn)[..., None])
@@ -105,8 +105,8 @@ def chunk(config, ops, p, learned, x, labels, share, *, close, score=True):
         loss = ops.loss(n, *head) if score else None
     else:
         n = slow.n
-    if close:
-        learned = tuple(_learn(config, ops, k, v, S) for (k, v), S in zip(written, learned, strict=True))
+    if close is not False:
+        learned = tuple(_learn(config, ops, k, v, S, close) for (k, v), S in zip(written, learned, strict=True))
     return n, loss, learned
 
 
@@ -119,18 +119,37 @@ def _before(config, ops, q, k, v, S):
         kept = config.decay**t
         earlier = earlier * config.decay ** ((t[:, None] - t[None, :] - 1.0) * earlier)
     scores = ops.matmul(q, ops.xp.swapaxes(k, -1, -2)) * earlier
+    q = _as_wide(ops, q, S)
     return ops.matmul(scores, v) + kept[:, None] * ops.matmul(q, ops.cast(S[:, 0], q))
 
 
-def _learn(config, ops, k, v, S):
-    """The memory S after the writes (k, v) of a whole chunk."""
-    C = config.refresh
+def _learn(config, ops, k, v, S, close=True):
+    """The memory S after the writes (k, v) of a whole chunk, of all sequences or of those that close."""
+    C, k = config.refresh, _as_wide(ops, k, S)
+    if close is not True:
+        k = k * ops.cast(close, k)[:, None, None]
     if config.decay is not None:
-        S = S * config.decay**C
+        kept = config.decay**C
+        if close is not True:
+            closes = ops.cast(close, S)[:, None, None, None]
+            kept = kept * closes + (1 - closes)
+        S = S * kept
         if config.within == "cumulative":
             t = ops.cast(ops.arange(C, k), k)
             k = k * (config.decay ** (C - 1.0 - t))[:, None]
     return S + ops.wide(ops.matmul(ops.xp.swapaxes(k, -1, -2), v))[:, None]
+
+
+def _rows(learned, inputs):
+    """How the rows of what a layer has learned are cut: its inputs, its bias, and those a device wants more."""
+    more = learned.shape[1] - inputs - 1
+    return (inputs, 1, more) if more else (inputs, 1)
+
+
+def _as_wide(ops, k, S):
+    """Keys (B, T, .) with zeros beside them, as many as the memory S (B, 1, K, V) has rows."""
+    missing = S.shape[-2] - k.shape[-1]
+    return ops.xp.pad(k, ((0, 0), (0, 0), (0, missing))) if missing else k
 
 
 def labelled(config, ops, state, label, weight):

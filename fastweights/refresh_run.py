@@ -17,7 +17,9 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     if x.shape[1] == 0:
         return fwl.nothing(config, ops, x, state, logits)
     xp, C = ops.xp, config.refresh
-    slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, p["unembed"], p["unembed_bias"], labels)
+    words = ops.aligned(p["unembed"], p["unembed_bias"])
+    ready = p | dict(zip(("unembed", "unembed_bias"), words, strict=True))
+    slow_loss = ops.loss(fwl.slow_pass(config, ops, p, x).n, *words, labels)
     whole = lambda y: ops.cast(y, state.waiting)  # noqa: E731
     (x, labels, share), lengths, unpack = sequences(ops, (x, labels, share), cu_seqlens, whole)
     T = x.shape[1]
@@ -32,11 +34,11 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
 
     def body(learned, part):
         *token, close = part
-        n, loss, after = chunk(config, ops, p, learned, *token, close=True)
-        close = close[:, None, None, None]
-        return tuple(xp.where(close, a, b) for a, b in zip(after, learned, strict=True)), (n, loss)
+        n, loss, after = chunk(config, ops, ready, learned, *token, close=close)
+        return after, (n, loss)
 
-    learned, outputs = loop(body, tuple(state[:3]), (*parts, closes))
+    learned, outputs = loop(body, tuple(_with_more_rows(ops, S) for S in state[:3]), (*parts, closes))
+    learned = [S[:, :, : was.shape[2]] for S, was in zip(learned, state[:3], strict=True)]
     at = old + whole(ops.arange(T, x))[None, :]
     features, loss = (_picked(ops, y, at, count * C, unpack) for y in outputs)
     # What is left of the last chunk waits in the state: its last label may not be known yet.
@@ -49,6 +51,12 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
         fast = ops.matmul(features, p["unembed"]) + p["unembed_bias"]
     waiting = (ends - begin)[:, 0]
     return fwl.FWLOutput(fast, loss, slow_loss, RefreshState(*[*learned, *map(ops.cast, rest, state[3:6]), waiting]))
+
+
+def _with_more_rows(ops, S):
+    """What was learned (N, 1, K, V) with as many rows of zeros as the device wants more."""
+    missing = ops.missing_keys(S.shape[2])
+    return ops.xp.pad(S, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else S
 
 
 def _laid_out(ops, held, new, index, valid):

@@ -79,7 +79,7 @@ class Flax:
 
     def cut(self, monkeypatch, words, tokens):
         """Blocks of so many words for so many tokens."""
-        monkeypatch.setattr(self.head, "BLOCK", words * tokens)
+        monkeypatch.setitem(self.head.BLOCK, "cpu", words * tokens)
 
     def make(self, weights, dtype="float64", **arguments):
         """The methods of a block with these weights; `with_weights` are the same with weights as first argument."""
@@ -142,6 +142,10 @@ class Keras:
         return self.keras.ops.convert_to_tensor(a, dtype=str(a.dtype))
 
     def cut(self, monkeypatch, words, tokens):
+        if self.backend == "jax":
+            from fastweights.jax import cross_entropy
+
+            monkeypatch.setitem(cross_entropy.BLOCK, "cpu", words * tokens)
         monkeypatch.setattr(self.head, "WORDS", words)
 
     def make(self, weights, dtype="float64", **arguments):

@@ -1,4 +1,4 @@
-"""Cross-entropy of an output embedding, a block of the vocabulary at a time: logits are never held whole.
+"""Cross-entropy of an output embedding, a block of tokens at a time: logits are never held whole.
 
 With logits z = n E + c, p = softmax(z) and y the label: loss = log sum exp z - z_y, and its gradient at n is
 r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated (in reverse mode). For upstream gradients
@@ -6,6 +6,9 @@ r = sum_v p_v E_v - E_y. Both are returned and both can be differentiated (in re
 
     dz_v = p_v (dloss + E_v . dr - m . dr) - [v = y] dloss
     dn = dz E^T,    dE = n^T dz + dr^T (p - [v = y]),    dc = sum dz
+
+A block has some tokens and all words, so that its softmax is whole. In products of tokens, size and words: `head` takes
+two and its gradient five, `loss` one and three, `summed` with its gradient three.
 """
 
 from functools import partial
@@ -14,9 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fastweights.jax.devices import here
 from fastweights.jax.dtypes import accumulation_dtype
 
-BLOCK = 2**25  # logits held at a time
+BLOCK = {"cpu": 2**25, "gpu": 2**27}  # logits held at a time
+ALIGNED = {"cpu": 1, "gpu": 64}  # words are filled up to a multiple of it: matrix units want aligned rows
+
+
+def aligned(E: Array, c: Array) -> tuple[Array, Array]:
+    """E (size, V) and c (V,) filled up with words that no token means, where the device wants it."""
+    missing = -E.shape[1] % here(ALIGNED)
+    if not missing:
+        return E, c
+    return jnp.pad(E, ((0, 0), (0, missing))), jnp.pad(c, (0, missing), constant_values=-jnp.inf)
 
 
 def head(n: Array, E: Array, c: Array, labels: Array) -> tuple[Array, Array]:
@@ -28,7 +41,7 @@ def head(n: Array, E: Array, c: Array, labels: Array) -> tuple[Array, Array]:
         c: (V,), its bias.
         labels: (...), integers.
     """
-    loss, r = _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _width(n, E), True)
+    loss, r = _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _count(n, E), True)
     return loss.reshape(labels.shape), r.reshape(n.shape)
 
 
@@ -41,7 +54,21 @@ def loss(n: Array, E: Array, c: Array, labels: Array) -> Array:
         c: (V,), its bias.
         labels: (...), integers.
     """
-    return _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _width(n, E), False)[0].reshape(labels.shape)
+    return _head(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), _count(n, E), False)[0].reshape(labels.shape)
+
+
+def summed(n: Array, E: Array, c: Array, labels: Array, weights: Array) -> Array:
+    """sum(weights * loss): what `loss` gives, but the gradients are made with the value, while the logits are there.
+
+    Args:
+        n: (..., size), features.
+        E: (size, V), output embedding.
+        c: (V,), its bias.
+        labels: (...), integers.
+        weights: (...), how much each token counts.
+    """
+    weights = weights.astype(accumulation_dtype(n)).reshape(-1)
+    return _summed(n.reshape(-1, n.shape[-1]), E, c, labels.reshape(-1), weights, _count(n, E))
 
 
 @jax.jit
@@ -52,14 +79,15 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(logits, -1) - at_label
 
 
-def _width(n, E):
-    """Words in a block."""
-    tokens = n.size // n.shape[-1]
-    return min(E.shape[1], max(1, BLOCK // max(1, tokens)))
+def _count(n, E):
+    """Blocks of tokens: as few as BLOCK allows, or up to twice as many if so many divide the tokens."""
+    tokens, most = max(1, n.size // n.shape[-1]), here(BLOCK)
+    least = -(-tokens // max(1, most // E.shape[1]))
+    return next((i for i in range(least, 2 * least + 1) if tokens % i == 0), least)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _head(n, E, c, labels, width, want_r):
+def _head(n, E, c, labels, count, want_r):
     """(loss (N,), r (N, size)) for n (N, size), E (size, V), c (V,), labels (N,); r is empty when not wanted.
 
     Args:
@@ -67,100 +95,158 @@ def _head(n, E, c, labels, width, want_r):
         E: (size, V), output embedding.
         c: (V,), its bias.
         labels: (N,), integers.
-        width: words of a block of the vocabulary.
-        want_r: whether r, the mean of the words under the model, is wanted for a gradient at n.
+        count: blocks of tokens.
+        want_r: whether r, the gradient of the loss at n, is wanted.
     """
-    return _forward(n, E, c, labels, width=width, want_r=want_r)[:2]
+    return _forward(n, E, c, labels, count=count, want_r=want_r)[:2]
 
 
-def _head_forward(n, E, c, labels, width, want_r):
+def _head_forward(n, E, c, labels, count, want_r):
     """What `_head` returns, and what its gradient needs: the arguments, r and the log sums."""
-    loss, r, log_sum = _forward(n, E, c, labels, width=width, want_r=want_r)
+    loss, r, log_sum = _forward(n, E, c, labels, count=count, want_r=want_r)
     return (loss, r), (n, E, c, labels, r, log_sum)
 
 
-def _head_backward(width, want_r, saved, upstream):
+def _head_backward(count, want_r, saved, upstream):
     """Gradients of n, E and c (none of the labels) from those of loss and r."""
-    return *_backward(*saved, *upstream, width=width, want_r=want_r), None
+    return *_backward(*saved, *upstream, count=count, want_r=want_r), None
 
 
 _head.defvjp(_head_forward, _head_backward)
 
 
-@partial(jax.jit, static_argnames=("width", "want_r"))
-def _forward(n, E, c, labels, *, width, want_r):
-    """(loss, r, log sum exp z) in one pass over the vocabulary.
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _summed(n, E, c, labels, weights, count):
+    """sum(weights * loss) for n (N, size), E (size, V), c (V,), labels and weights (N,)."""
+    return jnp.sum(_forward(n, E, c, labels, count=count, want_r=False)[0] * weights)
 
-    Maximum, sum and mean are carried from block to block, and shrunk when a larger logit comes: no exponential
-    overflows.
-    """
+
+def _summed_forward(n, E, c, labels, weights, count):
+    """The sum, and its gradients with respect to n, E, c and the weights."""
+    found = _with_gradients(n, E, c, labels, weights, count=count)
+    return jnp.sum(found[-1] * weights), found
+
+
+def _summed_backward(count, found, upstream):
+    """The gradients times that of the sum; those of the weights are the losses."""
+    dn, dE, dc, loss = ((g * upstream).astype(g.dtype) for g in found)
+    return dn, dE, dc, None, loss
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
+
+
+@partial(jax.jit, static_argnames=("count", "want_r"))
+def _forward(n, E, c, labels, *, count, want_r):
+    """(loss, r, log sum exp z), r empty when not wanted."""
     wide = accumulation_dtype(n)
 
-    def add(carry, i):
-        top, total, mean = carry
-        _, words, bias, fresh, _ = _block(E, c, labels, i, width)
-        z = jnp.where(fresh, (n @ words + bias).astype(wide), -jnp.inf)
-        new = jnp.maximum(top, jnp.max(z, 1))
-        shrink, p = jnp.exp(top - new), jnp.exp(z - new[:, None])
+    def block(carry, part):
+        n, labels = part
+        z = (n @ E + c).astype(wide)
+        top = jnp.max(z, 1)
+        p = jnp.exp(z - top[:, None])  # not yet divided by its sum, which is cheaper after the product
+        total = jnp.sum(p, 1)
+        log_sum = top + jnp.log(total)
+        loss = log_sum - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+        if not want_r:
+            return carry, (loss, log_sum)
+        mean = (p.astype(n.dtype) @ E.T).astype(wide) / total[:, None]
+        r = (mean - jnp.take(E, labels, axis=1).T.astype(wide)).astype(n.dtype)
+        return carry, (loss, log_sum, r)
+
+    loss, log_sum, *r = _over_blocks(block, (), (n, labels), count)[1]
+    return loss, r[0] if want_r else jnp.zeros(0, n.dtype), log_sum
+
+
+@partial(jax.jit, static_argnames=("count", "want_r"))
+def _backward(n, E, c, labels, r, log_sum, dloss, dr, *, count, want_r):
+    """Gradients of n, E and c by the formulas above, a block of tokens at a time; logits are computed again."""
+    wide, words = accumulation_dtype(n), _words(E)
+
+    def block(carry, part):
+        (dE, dc), (n, labels, log_sum, dloss, *of_r) = carry, part
+        p = jnp.exp(_by_word(n, words, c, wide) - log_sum)
+        hot, share = _hot(labels, E), dloss
         if want_r:
-            mean = mean * shrink[:, None] + (p.astype(n.dtype) @ words.T).astype(wide)
-        return (new, total * shrink + jnp.sum(p, 1), mean), None
-
-    N = len(labels)
-    start = jnp.full(N, -jnp.inf, wide), jnp.zeros(N, wide), jnp.zeros(n.shape if want_r else 0, wide)
-    (top, total, mean), _ = lax.scan(add, start, _blocks(E, width))
-    mine = jnp.take(E, labels, axis=1).T
-    at_label = jnp.sum(n.astype(wide) * mine.astype(wide), 1) + jnp.take(c, labels).astype(wide)
-    log_sum = top + jnp.log(total)
-    r = (mean / total[:, None] - mine).astype(n.dtype) if want_r else mean
-    return log_sum - at_label, r, log_sum
-
-
-@partial(jax.jit, static_argnames=("width", "want_r"))
-def _backward(n, E, c, labels, r, log_sum, dloss, dr, *, width, want_r):
-    """Gradients of n, E and c by the formulas above, a block of words at a time; logits are computed again."""
-    wide = accumulation_dtype(n)
-    offset = dloss
-    if want_r:
-        mean = r + jnp.take(E, labels, axis=1).T
-        offset = offset - jnp.sum(mean.astype(wide) * dr.astype(wide), 1)
-
-    def add(carry, i):
-        dn, dE, dc = carry
-        a, words, bias, fresh, hot = _block(E, c, labels, i, width)
-        p = jnp.where(fresh, jnp.exp((n @ words + bias).astype(wide) - log_sum[:, None]), 0)
-        share = offset[:, None] + (dr @ words).astype(wide) if want_r else offset[:, None]
-        dz = p * share - jnp.where(hot, dloss[:, None], 0)
-        dc = _added(dc, jnp.sum(dz, 0).astype(c.dtype), a, 0)
-        dz = dz.astype(n.dtype)
-        dwords = n.T @ dz
+            r, dr = of_r
+            mean = r.astype(wide) + jnp.take(E, labels, axis=1).T.astype(wide)
+            share = dloss - jnp.sum(mean * dr.astype(wide), 1) + _by_word(dr, words, None, wide)
+        dz = p * share - jnp.where(hot, dloss, 0)
+        dc, dz = dc + jnp.sum(dz, 1), dz.astype(n.dtype)
+        dE = dE + _of_words(dz, n, wide)
         if want_r:
-            dwords = dwords + dr.T @ (p - hot).astype(n.dtype)
-        return (dn + (dz @ words.T).astype(wide), _added(dE, dwords, a, 1), dc), None
+            dE = dE + _of_words((p - hot).astype(n.dtype), dr, wide)
+        return (dE, dc), (_of_tokens(dz, E),)
 
-    start = jnp.zeros(n.shape, wide), jnp.zeros_like(E), jnp.zeros_like(c)
-    (dn, dE, dc), _ = lax.scan(add, start, _blocks(E, width))
-    return dn.astype(n.dtype), dE, dc
-
-
-def _blocks(E, width):
-    """The numbers of the blocks, what the scan goes over."""
-    return jnp.arange(-(-E.shape[1] // width), dtype=jnp.int32)
+    parts = (n, labels, log_sum, dloss, *((r, dr) if want_r else ()))
+    (dE, dc), (dn,) = _over_blocks(block, _nothing(E, wide), parts, count)
+    return dn, dE.T.astype(E.dtype), dc.astype(c.dtype)
 
 
-def _block(E, c, labels, i, width):
-    """Block i: its first word, columns of E and c, which of them are not in block i - 1, and where the labels are.
+@partial(jax.jit, static_argnames=("count",))
+def _with_gradients(n, E, c, labels, weights, *, count):
+    """Gradients of sum(weights * loss) with respect to n, E and c, and the losses (N,): logits are computed once."""
+    wide, words = accumulation_dtype(n), _words(E)
 
-    The last one starts early if the blocks do not divide the vocabulary, so that all are alike and E is not padded.
+    def block(carry, part):
+        (dE, dc), (n, labels, weights) = carry, part
+        z = _by_word(n, words, c, wide)
+        log_sum = jax.nn.logsumexp(z, 0)
+        dz = (jnp.exp(z - log_sum) - _hot(labels, E)) * weights
+        dc, dz = dc + jnp.sum(dz, 1), dz.astype(n.dtype)
+        at_label = jnp.take_along_axis(z, labels[None], 0)[0]
+        return (dE + _of_words(dz, n, wide), dc), (_of_tokens(dz, E), log_sum - at_label)
+
+    (dE, dc), (dn, loss) = _over_blocks(block, _nothing(E, wide), (n, labels, weights), count)
+    return dn, dE.T.astype(E.dtype), dc.astype(c.dtype), loss
+
+
+# Gradients are made with one row per word, (V, N), from a copy of E that has one row per word, too. A GPU multiplies
+# TF32 fastest if both factors are stored along what is summed over, and slowest if neither is, which would be the
+# gradient of E with one row per token. The barriers keep XLA from turning the copy, and what is made, around again.
+
+
+def _words(E):
+    """E as words (V, size), stored so."""
+    return lax.optimization_barrier(E.T)
+
+
+def _by_word(n, words, c, wide):
+    """Logits (V, N) of n (N, size), without the bias if it is None."""
+    z = lax.dot_general(words, n, (((1,), (1,)), ((), ())))
+    return (z if c is None else z + c[:, None]).astype(wide)
+
+
+def _of_words(dz, n, wide):
+    """dz n (V, size) for dz (V, N), summed over tokens in float32 or wider."""
+    return lax.dot_general(dz, n, (((1,), (0,)), ((), ())), preferred_element_type=wide)
+
+
+def _of_tokens(dz, E):
+    """dz^T E^T (N, size) for dz (V, N)."""
+    return lax.optimization_barrier(lax.dot_general(E, dz, (((1,), (0,)), ((), ())))).T
+
+
+def _nothing(E, wide):
+    """Gradients of words (V, size) and of their biases before the first block."""
+    return jnp.zeros(E.T.shape, wide), jnp.zeros(E.shape[1], wide)
+
+
+def _hot(labels, E):
+    """Where the labels are, (V, N)."""
+    return jnp.arange(E.shape[1], dtype=labels.dtype)[:, None] == labels
+
+
+def _over_blocks(block, carry, parts, count):
+    """block(carry, part) -> (carry, outputs) over `count` blocks of the rows of all parts; outputs are joined again.
+
+    Where the blocks do not divide the rows, the last is filled up with zeros: tokens that nothing counts.
     """
-    a = jnp.minimum(i * width, E.shape[1] - width)
-    word = a + jnp.arange(width, dtype=jnp.int32)
-    fresh = word >= i * width
-    words, bias = lax.dynamic_slice_in_dim(E, a, width, 1), lax.dynamic_slice_in_dim(c, a, width)
-    return a, words, bias, fresh, fresh & (word == labels[:, None])
-
-
-def _added(x, change, a, axis):
-    """x with `change` added from a on; a word of two blocks changes by 0 in the second."""
-    old = lax.dynamic_slice_in_dim(x, a, change.shape[axis], axis)
-    return lax.dynamic_update_slice_in_dim(x, old + change, a, axis)
+    if count <= 1:
+        return block(carry, parts)
+    N = len(parts[0])
+    height = -(-N // count)
+    fill = lambda x: jnp.pad(x, [(0, count * height - N)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+    carry, outputs = lax.scan(block, carry, tuple(fill(x).reshape(count, height, *x.shape[1:]) for x in parts))
+    return carry, tuple(x.reshape(count * height, *x.shape[2:])[:N] for x in outputs)

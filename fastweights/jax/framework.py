@@ -11,13 +11,14 @@ from jax import lax
 from fastweights.framework import Ops
 from fastweights.jax import cross_entropy
 from fastweights.jax.dtypes import accumulation_dtype
+from fastweights.jax.layer_memory import layer_memory, missing_keys
 from fastweights.jax.ops import fast_weight, feature_map
 
 OPS = Ops(
     xp=jnp,
     nn=jax.nn,
     fast_weight=fast_weight,
-    layer_memory=fast_weight,
+    layer_memory=layer_memory,
     feature_map=feature_map,
     matmul=jnp.matmul,
     split=lambda x, sizes, axis=-1: jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis),
@@ -33,5 +34,8 @@ OPS = Ops(
     stop=lax.stop_gradient,
     head=cross_entropy.head,
     loss=cross_entropy.loss,
+    summed=cross_entropy.summed,
+    aligned=cross_entropy.aligned,
+    missing_keys=missing_keys,
     cross_entropy=cross_entropy.cross_entropy,
 )

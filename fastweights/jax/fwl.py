@@ -33,7 +33,8 @@ class FWLBlock(nn.Module):
     The logits at token t come from the block's parameters minus step sizes times the gradients of the losses of the
     tokens before t. Training through them teaches parameters that learn well from a document. Every other method is
     called with its name: `block.apply(variables, x, labels, weights, method="loss")`. It differentiates in reverse
-    mode.
+    mode. Its products are as precise as `jax.default_matmul_precision` says, which on recent GPUs is TF32 unless you
+    ask for more.
 
     Args:
         size: width of the block's output; its hidden layer is `hidden`, 4 * size when absent.
@@ -138,10 +139,7 @@ class FWLBlock(nn.Module):
             An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
         """
         x, labels, weights = self._checked(x, labels, weights)
-        if cu_seqlens is not None:
-            cu_seqlens = jnp.asarray(cu_seqlens)
-            offsets = _values(cu_seqlens)
-            fwl_checks.check_packed(x, cu_seqlens, None if offsets is None else offsets.tolist())
+        cu_seqlens = self._offsets(x, cu_seqlens)
         sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
         if state is not None:
             self._check_state(state, sequences, x.shape[-1])
@@ -170,6 +168,10 @@ class FWLBlock(nn.Module):
             labels, weights: (B, T); `make_labels` makes both.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row.
         """
+        if self.refresh is None:
+            x, labels, weights = self._checked(x, labels, weights)
+            cu_seqlens = self._offsets(x, cu_seqlens)
+            return fwl.objective(self.config, OPS, self._weights(x), x, labels, weights, cu_seqlens)
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
         weights = jnp.asarray(weights, out.loss.dtype)
         return jnp.sum(out.loss * weights) / jnp.maximum(jnp.sum(weights), 1e-8)
@@ -292,6 +294,16 @@ class FWLBlock(nn.Module):
         """x in the dtype of the computation."""
         x = jnp.asarray(x)
         return x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
+
+    @nn.nowrap
+    def _offsets(self, x, cu_seqlens):
+        """Offsets of packed documents, checked, their values where there are any yet; or None."""
+        if cu_seqlens is None:
+            return None
+        cu_seqlens = jnp.asarray(cu_seqlens)
+        offsets = _values(cu_seqlens)
+        fwl_checks.check_packed(x, cu_seqlens, None if offsets is None else offsets.tolist())
+        return cu_seqlens
 
     def _previous(self, label, state):
         """The labels of waiting tokens, checked."""

@@ -40,10 +40,10 @@ def run(inputs, spec, recurrent):
     with jax.default_matmul_precision("highest"):
         if recurrent:
             move = lambda S, token: core.step(S, Inputs(*token), spec, jnp)  # noqa: E731
-            S, o = _scan(move, state, tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS], packing)
+            S, o = scan_chunks(move, state, tokens.map_tokens(lambda x: x[:, :, :, 0])[:TOKENS], packing)
             o = o[:, :, :, None]
         else:
-            S, o = _scan(chunk_form.advance, state, chunk_form.prepare(tokens, spec, jnp, _inverse), packing)
+            S, o = scan_chunks(chunk_form.advance, state, chunk_form.prepare(tokens, spec, jnp, _inverse), packing)
     o = jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, -1, H, V)  # (M, B, H, C, V) -> (B, M * C, H, V)
     o = o[:, :T] if packing is None else o[:, packing.place]
     return o.astype(q.dtype), S
@@ -65,7 +65,7 @@ def _inverse_jvp(xp, primals, tangents):
         return Y, -(dL + dL @ Y)  # -(I + Y) dL (I + Y)
 
 
-def _scan(move, state, xs, packing):
+def scan_chunks(move, state, xs, packing):
     """S, o = move(S, x) along the first axis of xs; a packed sequence starts from its own state and leaves its own.
 
     Args:

@@ -1,7 +1,9 @@
 """Keras, as the code that is written once for every framework sees it.
 
 `OPS` has, for each function of `fastweights.framework.Ops`, the one of keras.ops that does it. Where a backend loses
-float64 or is slow, another one stands in for it, and a comment or docstring says why.
+float64 or is slow, another one stands in for it, and a comment or docstring says why. On JAX the memories of a Fast
+Weight Layer and its cross-entropy are those of `fastweights.jax`, whose arrays are the same: keras.ops has no gradient
+written by hand that has two outputs, nor a scan that carries one thing and puts out another on every backend.
 """
 
 import keras
@@ -49,5 +51,18 @@ OPS = Ops(
     stop=ops.stop_gradient,
     head=cross_entropy.head,
     loss=cross_entropy.loss,
+    summed=lambda n, E, c, labels, weights: ops.sum(cross_entropy.loss(n, E, c, labels) * weights),
+    aligned=lambda E, c: (E, c),
+    missing_keys=lambda width: 0,
     cross_entropy=cross_entropy.cross_entropy,
 )
+
+if keras.backend.backend() == "jax":
+    import fastweights.jax.cross_entropy as jax_cross_entropy
+    from fastweights.jax.layer_memory import layer_memory, missing_keys
+
+    OPS = OPS._replace(
+        layer_memory=layer_memory,
+        missing_keys=missing_keys,
+        **{name: getattr(jax_cross_entropy, name) for name in ("head", "loss", "summed", "aligned", "cross_entropy")},
+    )

@@ -168,11 +168,7 @@ class FWLBlock(keras.layers.Layer):
             An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
         """
         x, labels, weights = self._checked(x, labels, weights)
-        if cu_seqlens is not None:
-            cu_seqlens = ops.convert_to_tensor(cu_seqlens)
-            offsets = _values(cu_seqlens) if isinstance(x.shape[1], int) else None
-            fwl_checks.check_packed(x, cu_seqlens, None if offsets is None else offsets.tolist())
-            cu_seqlens = ops.cast(cu_seqlens, "int32")
+        cu_seqlens = self._offsets(x, cu_seqlens)
         if state is not None:
             sequences = x.shape[0]
             if cu_seqlens is not None:
@@ -197,6 +193,10 @@ class FWLBlock(keras.layers.Layer):
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The training loss, the weighted mean over tokens, without ever holding the logits."""
+        if self.config.refresh is None:
+            x, labels, weights = self._checked(x, labels, weights)
+            cu_seqlens = self._offsets(x, cu_seqlens)
+            return fwl.objective(self.config, OPS, self._weights(), x, labels, weights, cu_seqlens)
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False)
         weights = ops.cast(weights, out.loss.dtype)
         total = ops.sum(weights)
@@ -331,6 +331,15 @@ class FWLBlock(keras.layers.Layer):
             self.build(tuple(x.shape))
         return x
 
+    def _offsets(self, x, cu_seqlens):
+        """Offsets of packed documents, checked, their values where there are any yet; or None."""
+        if cu_seqlens is None:
+            return None
+        cu_seqlens = ops.convert_to_tensor(cu_seqlens)
+        offsets = _values(cu_seqlens) if isinstance(x.shape[1], int) else None
+        fwl_checks.check_packed(x, cu_seqlens, None if offsets is None else offsets.tolist())
+        return ops.cast(cu_seqlens, "int32")
+
     def _previous(self, label, state):
         """The labels of waiting tokens, checked."""
         fwl_checks.check_previous(self.config, label, state)
@@ -354,10 +363,9 @@ class FWLBlock(keras.layers.Layer):
 
 
 def _loop(body, carry, parts):
-    """body(carry, part) -> (carry, outputs) along the first axis.
-
-    Not ops.scan: the gradient of `head` keeps labels, which on JAX must not leave a scan.
-    """
+    """body(carry, part) -> (carry, outputs) along the first axis: a scan on JAX, which compiles one chunk, not all."""
+    if keras.backend.backend() == "jax":
+        return ops.scan(body, carry, parts)
     found = []
     for i in range(parts[0].shape[0]):
         carry, outputs = body(carry, [x[i] for x in parts])

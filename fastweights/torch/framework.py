@@ -75,5 +75,8 @@ OPS = Ops(
     stop=torch.detach,
     head=cross_entropy.head,
     loss=cross_entropy.loss,
+    summed=cross_entropy.summed,
+    aligned=lambda E, c: (E, c),
+    missing_keys=lambda width: 0,
     cross_entropy=_cross_entropy,
 )
