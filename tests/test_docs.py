@@ -48,14 +48,20 @@ def imported_rooms(source):
                 yield parts[1] if known else "__init__"
 
 
-def wrong_arrows(name, source):
-    return [other for other in imported_rooms(source)
-            if other not in (name, "__init__") and level(other) >= level(name) and name != "__init__"]  # fmt: skip
+# Keras on JAX computes with JAX arrays, for which keras.ops lacks what a Fast Weight Layer needs
+EXCEPTIONS = {"keras/framework.py": {"jax"}}
+
+
+def wrong_arrows(name, source, exceptions=frozenset()):
+    allowed = {name, "__init__", *exceptions}
+    higher = [other for other in imported_rooms(source) if other not in allowed and level(other) >= level(name)]
+    return [] if name == "__init__" else higher
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
-    assert wrong_arrows(room(path), path.read_text()) == []
+    exceptions = EXCEPTIONS.get(str(path.relative_to(PACKAGE)), frozenset())
+    assert wrong_arrows(room(path), path.read_text(), exceptions) == []
 
 
 def test_imports_test_can_fail():

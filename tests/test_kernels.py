@@ -38,7 +38,9 @@ def everything(o, S, leaves, do, dS):
 def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     """Output, state and every gradient err at most `factor` times as much as plain PyTorch's in the same dtype.
 
-    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form.
+    Plain PyTorch is the loop in that dtype or, since chunks sum the logarithms of decay, the plain chunked form. The
+    error is the root mean square over all entries. For the largest error the bound is half as much again, because a
+    single entry depends on how the machine's exponential function rounds.
     """
     rounded = {n: x.detach().double().cpu().numpy() for n, x in tensors(args, dtype).items()}
     rng = np.random.default_rng(1)
@@ -52,9 +54,15 @@ def check(args, dtype=torch.float32, rule="delta", read="after", factor=2.0):
     chunked = fast_weight(**chunks, rule=rule, read=read, method="chunked", chunk_size=64)
     chunked = everything(*chunked, chunks, do, dS)
     for n in exact:
-        error, loops, chunked_error = (np.abs(x[n] - exact[n]).max() for x in (got, plain, chunked))
-        allowed = factor * max(loops, chunked_error)
-        assert error <= allowed, f"{n}: max error {error:.2e} exceeds {allowed:.2e}, {factor} x plain PyTorch's"
+        errors = [np.abs(x[n] - exact[n]) for x in (got, plain, chunked)]
+        for name, limit, sizes in (
+            ("root mean square", factor, [np.sqrt(np.square(x).mean()) for x in errors]),
+            ("max", 1.5 * factor, [x.max() for x in errors]),
+        ):
+            allowed = limit * max(sizes[1:])
+            assert sizes[0] <= allowed, (
+                f"{n}: {name} error {sizes[0]:.2e} exceeds {allowed:.2e}, {limit} x plain PyTorch's"
+            )
 
 
 @runs

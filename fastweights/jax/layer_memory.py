@@ -48,8 +48,8 @@ def layer_memory(
     """
     spec = Spec.make(rule, read, chunk_size=chunk_size)
     if q.shape[1] <= 1 or rule != "sum":
-        return fast_weight(q, k, v, state=state, rule=rule, read=read, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-                           **gates)  # fmt: skip
+        how = dict(rule=rule, read=read, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+        return fast_weight(q, k, v, state=state, **how, **gates)
     width = q.shape[-1]
     missing = missing_keys(width)
     if missing:
