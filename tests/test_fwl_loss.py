@@ -10,8 +10,9 @@ from oracle import assert_close
 from torch import nn
 
 from fastweights import FastWeightError, fwl
-from fastweights.torch import FWLBlock, cross_entropy, fwl_loss
+from fastweights.torch import FWLBlock, cross_entropy
 from fastweights.torch.framework import OPS
+from fastweights.torch.learning import published_loss
 
 FORMS = [
     dict(),
@@ -50,7 +51,7 @@ def test_gradients_are_exact_to_second_order(how, attn_chunks):
     def run(x, *p):
         parameters = dict(unembed_bias=torch.zeros(V)) | dict(zip(names, p, strict=True))
         share = weights / fwl.normalization(block.config, OPS, weights, None)
-        return fwl_loss.loss(block.config, parameters, x, labels, weights, share)
+        return published_loss.loss(block.config, parameters, x, labels, weights, share)
 
     torch.autograd.gradcheck(run, [x.requires_grad_(), *values])
 
@@ -98,7 +99,7 @@ def test_offsets_that_do_not_cut_the_row_are_refused():
 
 def test_general_path_is_taken_where_the_other_does_not_go(monkeypatch):
     """And the hand-written one where it does: no option is silently left out."""
-    monkeypatch.setattr(fwl_loss, "loss", lambda *a: torch.zeros(()))
+    monkeypatch.setattr(published_loss, "loss", lambda *a: torch.zeros(()))
     x, labels, weights = problem()
     for how in (dict(clip=0.1), dict(rule="delta"), dict(refresh=4)):
         assert make(**how).loss(x, labels, weights) != 0

@@ -11,8 +11,9 @@ from torch import nn
 
 from fastweights import FastWeightError
 from fastweights.refresh import RefreshState
-from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, held, held_single, make_labels
-from fastweights.torch import refresh as refreshing
+from fastweights.torch import DynamicEvaluation, FWLBlock, graphs, make_labels
+from fastweights.torch.learning import held, held_single
+from fastweights.torch.learning import refresh as refreshing
 
 WITHIN = ["held", "cumulative"]
 OPTIONS = [dict(), dict(decay=0.9), dict(clip=0.05), dict(fast_bias=False, shared_norm_step=True)]

@@ -9,7 +9,7 @@ from oracle import assert_close
 from fastweights.models import config, language_model
 from fastweights.models.documents import Documents
 from fastweights.refresh import RefreshState
-from fastweights.torch import fwl_dual, fwl_train, fwl_walk
+from fastweights.torch.learning import dual, training_loss, walk
 from fastweights.torch.tree import map_tensors
 
 ROWS = 3
@@ -52,7 +52,7 @@ def general(block, x, labels, weights, state, documents, share):
         out = out._replace(state=map_tensors(documents.leave, out.state))
     loss, slow = (y.view(labels.shape) for y in (out.loss, out.slow_loss))
     value = ((1 - share) * loss * weights + share * slow * weights).sum()
-    return fwl_train.Trained(value, loss, slow, out.state)
+    return training_loss.Trained(value, loss, slow, out.state)
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def poison(monkeypatch):
 )
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
 def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, monkeypatch):
-    monkeypatch.setattr(fwl_train, "WALKED", ("cpu",) if "walked" in form else ())
-    monkeypatch.setattr(fwl_walk, "HELD", 0 if "much" in form else 2**24)
-    monkeypatch.setattr(fwl_dual, "GROUP", int(form[-1]) * C if "groups" in form else 256)
+    monkeypatch.setattr(training_loss, "WALKED", ("cpu",) if "walked" in form else ())
+    monkeypatch.setattr(walk, "HELD", 0 if "much" in form else 2**24)
+    monkeypatch.setattr(dual, "GROUP", int(form[-1]) * C if "groups" in form else 256)
     block = make(**dict(normalizer=3.0, refresh=C) | how)
     x, labels, weights, state, documents = problem(block, T, starts, carried)
     want = general(block, x, labels, weights, state, documents, share)
-    got = fwl_train.objective(
+    got = training_loss.objective(
         block.config, block._weights(), x, labels, weights, state if carried else None, starts=documents.starts,
         keep=documents.keep, documents=documents.most, slow_share=share,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, mo
 
 def test_what_it_does_not_serve_goes_the_general_way(monkeypatch):
     x, weights = torch.randn(2, 9, D), torch.ones(2, 9)
-    reason = lambda block, weights=weights, state=None, packed=False: fwl_train.refuses(  # noqa: E731
+    reason = lambda block, weights=weights, state=None, packed=False: training_loss.refuses(  # noqa: E731
         block.config, x, weights, state, packed=packed
     )
     assert reason(make(refresh=4)) is None
@@ -106,10 +106,10 @@ def test_what_it_does_not_serve_goes_the_general_way(monkeypatch):
     assert "gradients" in reason(make(refresh=4), weights.clone().requires_grad_())
     with torch.no_grad():
         assert reason(make(refresh=4)) == "nothing is differentiated"
-    monkeypatch.setattr(fwl_train, "WALKED", ())
-    monkeypatch.setattr(fwl_train, "LONGEST", 9)
+    monkeypatch.setattr(training_loss, "WALKED", ())
+    monkeypatch.setattr(training_loss, "LONGEST", 9)
     assert "longer" in reason(make(refresh=4))
-    monkeypatch.setattr(fwl_train, "DEVICES", ())
+    monkeypatch.setattr(training_loss, "DEVICES", ())
     assert "cpu" in reason(make(refresh=4))
 
 
@@ -117,7 +117,7 @@ def test_the_loss_of_a_block_is_the_same_either_way(monkeypatch):
     block, found = make(refresh=4, normalizer="batch"), []
     x, labels, weights, _, _ = problem(block, 9, [], False)
     for devices in (("cpu",), ()):
-        monkeypatch.setattr(fwl_train, "DEVICES", devices)
+        monkeypatch.setattr(training_loss, "DEVICES", devices)
         loss = block.loss(x, labels, weights)
         found.append([loss, *torch.autograd.grad(loss, [x, *block.parameters()])])
     for a, b in zip(*found, strict=True):
@@ -131,7 +131,7 @@ def test_a_model_trains_the_same_either_way(monkeypatch):
     starts = np.zeros((2, 11), bool)
     starts[1, 5] = True
     for devices in (("cpu",), ()):
-        monkeypatch.setattr(fwl_train, "DEVICES", devices)
+        monkeypatch.setattr(training_loss, "DEVICES", devices)
         torch.manual_seed(1)
         model = language_model.LanguageModel(settings, vocab=17).double()
         state, losses = model.init_state(2), []

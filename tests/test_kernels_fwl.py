@@ -4,8 +4,9 @@ import pytest
 import torch
 from interpreter import DEVICE, runs
 
-from fastweights.torch import FWLBlock, cross_entropy, held
-from fastweights.torch import held_overlapped as overlapped
+from fastweights.torch import FWLBlock, cross_entropy
+from fastweights.torch.learning import held
+from fastweights.torch.learning import held_overlapped as overlapped
 
 
 def compare(monkeypatch, run, numbers, least):

@@ -4,14 +4,15 @@ import pytest
 import torch
 from interpreter import DEVICE, runs
 
-from fastweights.torch import FWLBlock, cross_entropy, fwl_dual, fwl_train
+from fastweights.torch import FWLBlock, cross_entropy
+from fastweights.torch.learning import dual, training_loss
 
 
 @runs
 @pytest.mark.parametrize("how", [dict(), dict(first_order=True, decay=0.9)], ids=str)
 def test_objective_of_a_refreshed_layer(monkeypatch, how):
-    monkeypatch.setattr(fwl_train, "WALKED", ())  # the form for GPUs
-    monkeypatch.setattr(fwl_dual, "GROUP", 6)  # two chunks
+    monkeypatch.setattr(training_loss, "WALKED", ())  # the form for GPUs
+    monkeypatch.setattr(dual, "GROUP", 6)  # two chunks
     torch.manual_seed(0)
     B, T, D = 2, 7, 5
     block = FWLBlock(6, 20, inputs=D, hidden=9, step_size=0.3, normalizer=2.0, refresh=3, **how).to(DEVICE)
@@ -24,14 +25,14 @@ def test_objective_of_a_refreshed_layer(monkeypatch, how):
 
     def run(kernels):
         monkeypatch.setattr(cross_entropy, "on_gpu", lambda z: kernels)
-        out = fwl_train.objective(
+        out = training_loss.objective(
             block.config, block._weights(), x, labels, weights, state, starts=starts, documents=2, slow_share=0.3
         )
         return out.value, out.loss, *out.state, *torch.autograd.grad(out.value, [x, *block.parameters()])
 
     plain = run(False)
-    passes_for = fwl_dual.passes_for
-    monkeypatch.setattr(fwl_dual, "passes_for", lambda *a: used.append(passes_for(*a).__name__) or passes_for(*a))
+    passes_for = dual.passes_for
+    monkeypatch.setattr(dual, "passes_for", lambda *a: used.append(passes_for(*a).__name__) or passes_for(*a))
     for a, b in zip(run(True), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     assert used == ["fastweights.torch.kernels.fwl_dual"]
@@ -40,7 +41,7 @@ def test_objective_of_a_refreshed_layer(monkeypatch, how):
 @pytest.mark.parametrize("C", [24, 32, 64, 80])
 def test_objective_in_16_bits(C, monkeypatch):
     """On a CPU in plain form."""
-    monkeypatch.setattr(fwl_train, "WALKED", ())
+    monkeypatch.setattr(training_loss, "WALKED", ())
     torch.manual_seed(0)
     B, T, D = 3, 700, 64
     block = FWLBlock(D, 50, inputs=D, hidden=2 * D, step_size=0.1, normalizer=1.0, refresh=C).to(DEVICE)
@@ -54,7 +55,7 @@ def test_objective_in_16_bits(C, monkeypatch):
             state = type(state)(*(y.to(dtype) if y.is_floating_point() else y for y in state))
         here = x.to(dtype).requires_grad_()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.float32):
-            out = fwl_train.objective(
+            out = training_loss.objective(
                 block.config, block._weights(), here, labels, weights.to(dtype), state, starts=starts, documents=2
             )
         return out.state, [out.loss, *out.state[:3], *torch.autograd.grad(out.value, [here, *block.parameters()])]

@@ -13,7 +13,7 @@ import fastweights.torch as fw
 from fastweights.core import Inputs, Spec
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.torch.measures import measure
+from fastweights.torch.probing.measures import measure
 
 FORMS = {
     "sum": dict(rule="sum"),

@@ -20,9 +20,10 @@ from fastweights.core import FastWeightError
 from fastweights.fwl import Slow
 from fastweights.fwl_config import FWLState
 from fastweights.refresh import fast_weights, labelled
-from fastweights.torch import cross_entropy, refresh
+from fastweights.torch import cross_entropy
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
+from fastweights.torch.learning import refresh
 
 STEPS = 6  # learned step sizes: of both matrices and biases, and of the norm's two
 

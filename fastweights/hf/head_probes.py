@@ -18,7 +18,7 @@ from fastweights.hf.residual import Answers, HeadState, ResidualHead
 from fastweights.refresh import labelled
 from fastweights.torch.dtypes import wide
 from fastweights.torch.framework import OPS
-from fastweights.torch.layer_records import (
+from fastweights.torch.probing.layer_records import (
     LEARNERS,
     LayerRecord,
     Learning,

@@ -17,7 +17,7 @@ from fastweights.hf.body import FastBody, teaches
 from fastweights.hf.head_training import body
 from fastweights.torch import cross_entropy, graphs
 from fastweights.torch.dynamic import GradientStatistics, token_losses
-from fastweights.torch.held_overlapped import Beside
+from fastweights.torch.learning.held_overlapped import Beside
 
 ROWS = 8  # windows that are read side by side
 Span = tuple[int, int, int]

@@ -22,7 +22,7 @@ from fastweights.inspect.reading import (
     joined,
 )
 from fastweights.torch.dynamic import token_losses
-from fastweights.torch.probes import probe
+from fastweights.torch.probing.probes import probe
 
 
 def read_hf(

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from fastweights.torch import probe_figures, probe_series
-from fastweights.torch.probe_series import CURVES, LAYERS, MAPS
+from fastweights.torch.probing import figures, series
+from fastweights.torch.probing.series import CURVES, LAYERS, MAPS
 
 POINTS = 400  # of a curve, and columns of a map
 READ_MAPS = {
@@ -35,11 +35,11 @@ def charts(probe):
     made: dict[str, list[dict[str, Any]]] = dict(maps=[], curves=[])
     if probe.memories:
         for kind, title in MAPS.items():
-            figure = probe_figures.plotly_map(probe_series.map_of(probe, kind, POINTS), title)
+            figure = figures.plotly_map(series.map_of(probe, kind, POINTS), title)
             made["maps"].append(_figure(kind, title, READ_MAPS[kind], figure))
     for kind in [*(CURVES if probe.memories else ()), *(LAYERS if probe.layers else ())]:
         title = CURVES[kind][1] if kind in CURVES else LAYERS[kind]
-        figure = probe_figures.plotly_curves(probe_series.curves(probe, kind, POINTS), title)
+        figure = figures.plotly_curves(series.curves(probe, kind, POINTS), title)
         made["curves"].append(_figure(kind, title, READ_CURVES[kind], figure))
     return made
 

@@ -15,7 +15,7 @@ import fastweights
 from fastweights.inspect.page_charts import charts
 from fastweights.inspect.reading import Reading
 from fastweights.inspect.sources import Found
-from fastweights.torch import probe_series
+from fastweights.torch.probing import series
 
 STEPS_PER_BIT = 16  # of a loss in a byte: up to 15.9 bits
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -43,7 +43,7 @@ def model_block(reading: Reading, found: dict[str, Found]) -> bytes:
         arrays[f"back.{back.at}"] = _bits(back.losses)
     memories: list[dict[str, Any]] = []
     # One entry per memory; those whose sources were followed also get arrays, numbered in their order.
-    names = probe_series.short_names(probe.memories)
+    names = series.short_names(probe.memories)
     for record in probe.memories:
         one: dict[str, Any] = dict(name=names[record.name], rule=record.rule, heads=record.beta.shape[-1])
         if record.name in found:

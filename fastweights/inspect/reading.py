@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastweights.core import FastWeightError
 from fastweights.text.scores import Text
-from fastweights.torch.probes import Probe
+from fastweights.torch.probing.probes import Probe
 
 SEGMENT, LONG = 256, 1024  # tokens read at a time, and of a text of more than LONG_TEXT tokens
 LONG_TEXT = 8192

@@ -28,7 +28,7 @@ from fastweights.inspect.reading import (
 from fastweights.models import evaluation, run_folder
 from fastweights.models.run_documents import read_file
 from fastweights.torch.nn import FastWeightAttention
-from fastweights.torch.probes import probe
+from fastweights.torch.probing.probes import probe
 from fastweights.torch.tree import map_tensors
 
 POINTS = 8  # memories of the text that can be rolled back to

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastweights.torch.attributions import Attribution
-from fastweights.torch.memory_records import MemoryRecord
-from fastweights.torch.probes import Probe
+from fastweights.torch.probing.attributions import Attribution
+from fastweights.torch.probing.memory_records import MemoryRecord
+from fastweights.torch.probing.probes import Probe
 
 NONE = 65535  # in the place of a distance: no source
 ROWS = 512  # tokens asked about at a time

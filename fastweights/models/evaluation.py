@@ -25,8 +25,8 @@ from fastweights.text.scores import Score, Text
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.nn import FastWeightAttention
-from fastweights.torch.probe_series import short_names
-from fastweights.torch.probes import probe
+from fastweights.torch.probing.probes import probe
+from fastweights.torch.probing.series import short_names
 from fastweights.torch.tree import tensor_bytes
 
 SEGMENT = 1024

@@ -21,9 +21,10 @@ from fastweights.models.documents import Documents
 from fastweights.models.memory import Memory
 from fastweights.models.mixers import look
 from fastweights.refresh import RefreshState
-from fastweights.torch import cross_entropy, fwl_train
+from fastweights.torch import cross_entropy
 from fastweights.torch.dtypes import autocast_dtype
 from fastweights.torch.fwl import FWLBlock
+from fastweights.torch.learning import training_loss
 from fastweights.torch.tree import map_tensors
 
 SEGMENT, LONG_SEGMENT = 1024, 16_384  # tokens of a text that are read at once
@@ -183,10 +184,10 @@ class LanguageModel(nn.Module):
             value = cross_entropy.summed(x, self.embedding.weight.mT, x.new_zeros(self.vocab), labels, weights)
             return value, value.detach(), State(blocks, None)
         fast: Any = state.fast
-        if self.fast is not None and not fwl_train.refuses(
+        if self.fast is not None and not training_loss.refuses(
             self.fast.config, x, weights, fast, packed=not documents.whole
         ):
-            found = fwl_train.objective(
+            found = training_loss.objective(
                 self.fast.config,
                 self.fast._weights(),
                 x,

@@ -16,18 +16,18 @@ from fastweights.features import favor_projection
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.refresh import RefreshState
 from fastweights.sequential import RNNState
-from fastweights.torch.attributions import Attribution, attribution
 from fastweights.torch.cache import CacheState, NeuralCache
 from fastweights.torch.dynamic import DynamicEvaluation, GradientStatistics
 from fastweights.torch.feature_cache import FeatureCache, FeatureCacheState
 from fastweights.torch.fwl import FWLBlock
 from fastweights.torch.labels import make_labels
-from fastweights.torch.layer_records import LayerRecord
-from fastweights.torch.memory_records import MemoryRecord
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.ops import fast_weight, feature_map
 from fastweights.torch.parameters import export_parameters, import_parameters
-from fastweights.torch.probes import Probe, probe
+from fastweights.torch.probing.attributions import Attribution, attribution
+from fastweights.torch.probing.layer_records import LayerRecord
+from fastweights.torch.probing.memory_records import MemoryRecord
+from fastweights.torch.probing.probes import Probe, probe
 from fastweights.torch.programmer import FastWeightProgrammer
 from fastweights.torch.rnn import FastWeightRNN
 

@@ -14,9 +14,9 @@ from fastweights.debugging import debugging
 from fastweights.fwl_config import FWLOutput, FWLState
 from fastweights.literals import Normalizer, Rule, Within
 from fastweights.refresh import RefreshState, check_state, labelled
-from fastweights.torch import fwl_loss, fwl_train, refresh
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.framework import OPS
+from fastweights.torch.learning import published_loss, refresh, training_loss
 from fastweights.torch.private import is_transformed, is_watched
 
 
@@ -220,7 +220,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         """The training loss, the weighted mean over tokens, without ever holding the logits.
 
         For the published layer, with or without decay and packing, it is written by hand, forwards and backwards
-        (fwl_loss.py): twice as fast and half the memory of `run`, which serves everything else.
+        (published_loss.py): twice as fast and half the memory of `run`, which serves everything else.
 
         Args:
             x: (B, T, D).
@@ -238,16 +238,16 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         if self._by_hand(weights):
             labels, weights = self._checked(x, labels, weights, cu_seqlens)
             share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
-            return fwl_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
+            return published_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
         total = weights.sum().clamp(min=1e-8)
-        if cu_seqlens is None and x.shape[1] and not fwl_train.refuses(self.config, x, weights, None, packed=False):
+        if cu_seqlens is None and x.shape[1] and not training_loss.refuses(self.config, x, weights, None, packed=False):
             labels, weights = self._checked(x, labels, weights)
-            return fwl_train.objective(self.config, self._weights(), x, labels, weights).value / total
+            return training_loss.objective(self.config, self._weights(), x, labels, weights).value / total
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)
         return (out.loss * weights).sum() / total
 
     def _by_hand(self, weights):
-        """Whether fwl_loss.py, which is faster, has this case."""
+        """Whether published_loss.py, which is faster, has this case."""
         plain = (self.config.rule, self.config.clip, self.config.refresh) == ("sum", None, None)
         return plain and not weights.requires_grad and not is_watched()
 

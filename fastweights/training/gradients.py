@@ -18,7 +18,7 @@ from fastweights.models.documents import Documents
 from fastweights.models.language_model import State
 from fastweights.torch import graphs
 from fastweights.torch.devices import copied
-from fastweights.torch.fwl_train import unfit
+from fastweights.torch.learning.training_loss import unfit
 from fastweights.torch.packing import fixed_shapes
 from fastweights.torch.tree import flatten, unflatten
 from fastweights.training.objective import Objective

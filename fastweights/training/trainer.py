@@ -20,7 +20,7 @@ from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.text.corpus_files import Corpus
 from fastweights.torch.devices import matrix_peak
-from fastweights.torch.fwl_train import WALKED, unfit
+from fastweights.torch.learning.training_loss import WALKED, unfit
 from fastweights.torch.tree import map_tensors
 from fastweights.training import checkpoints, log
 from fastweights.training.batches import Ahead, Batches

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastweights.core import Inputs, Spec
 from fastweights.lab.tasks.key_value_retrieval import Model, effective
 from fastweights.torch import fast_weight
-from fastweights.torch.measures import measure
+from fastweights.torch.probing.measures import measure
 
 SCORES = ("loss", "cosine", "size", "retrieved", "memory", "z", "gain", "highest_gain")
 

@@ -1,4 +1,4 @@
-"""The passes of fwl_passes.py, each once through memory; that file says what each function returns.
+"""The passes of published_passes.py, each once through memory; that file says what each function returns.
 
 A program is a block of BLOCK numbers where every number is by itself, or one row (a token) where a mean over the row is
 needed: it is then held whole, in float32. Loads and stores convert from and to the dtype of the products.
@@ -231,7 +231,7 @@ def _slow_second(dg, dv, within, chunks, r, share, xhat, rstd, g, scale, e, dr, 
     part = tl.load(share + row)
     slow_dn = _load(r, at, mask) * part
     e2, e3, e4, e5 = tl.load(e + 2), tl.load(e + 3), tl.load(e + 4), tl.load(e + 5)
-    # As in fwl_passes.slow_second, a row at a time.
+    # As in published_passes.slow_second, a row at a time.
     dq = (_load(dg, at, mask) - value * e2 - added0 * e3) * tl.load(rstd + row)
     along = tl.sum(x * dq, 0) / size
     dslow_dxhat = dq - tl.sum(dq, 0) / size - x * along
@@ -266,7 +266,7 @@ def _slow_backward(dxhat, dfeatures, dstd, dscale, xhat, rstd, scale, out, size,
 
 
 def inputs(x, length, e, dtype):
-    """As fwl_passes.inputs: rows padded to a multiple of 8 numbers, which matrix units want."""
+    """As published_passes.inputs: rows padded to a multiple of 8 numbers, which matrix units want."""
     B, T, D = x.shape
     width = D + 1 + -(D + 1) % 8
     rows, keys = (torch.empty(B * length, width, dtype=dtype, device=x.device) for _ in range(2))
@@ -275,14 +275,14 @@ def inputs(x, length, e, dtype):
 
 
 def inputs_backward(dq, dk, rows, e, D, dots, keys):
-    """As fwl_passes.inputs_backward."""
+    """As published_passes.inputs_backward."""
     dx = torch.empty(len(dq), D, dtype=dq.dtype, device=dq.device)
     _inputs_backward[(len(dq),)](dq, dk, rows, e, dx, dots, D, rows.shape[1], KEYS=keys, **_wide(D))
     return dx
 
 
 def square(h):
-    """As fwl_passes.square.
+    """As published_passes.square.
 
     The grid has a program for every BLOCK numbers; the last one is masked.
     """
@@ -292,32 +292,32 @@ def square(h):
 
 
 def add_square(h, change):
-    """As fwl_passes.add_square."""
+    """As published_passes.add_square."""
     a = torch.empty_like(h)
     _square[(triton.cdiv(h.numel(), BLOCK),)](h, change, a, h.numel(), ADD=True, BLOCK=BLOCK)
     return change, a
 
 
 def gate(x, h, factor, out=None):
-    """As fwl_passes.gate."""
+    """As published_passes.gate."""
     out = torch.empty_like(h) if out is None else out
     _gate[(triton.cdiv(h.numel(), BLOCK),)](x, h, out, factor, h.numel(), BLOCK=BLOCK)
     return out
 
 
 def total(y, dv, u, da, h):
-    """As fwl_passes.total."""
+    """As published_passes.total."""
     _total[(triton.cdiv(h.numel(), BLOCK),)](y, dv, u, da, h, h.numel(), BLOCK=BLOCK)
 
 
 def exclusive(S, reverse):
-    """As fwl_passes.exclusive."""
+    """As published_passes.exclusive."""
     B, n, size = S.shape
     _exclusive[(triton.cdiv(size, 1024), B)](S, n, size, REVERSE=reverse, BLOCK=1024)
 
 
 def normal(y, scale, shift, eps):
-    """As fwl_passes.normal."""
+    """As published_passes.normal."""
     xhat, features, rstd = torch.empty_like(y), torch.empty_like(y), _row(y)
     _normal[(len(y),)](y, y, y, y, scale, shift, xhat, rstd, y, features, 1, y.shape[1], y.stride(0), eps,
                        FAST=False, **_wide(y.shape[1]))  # fmt: skip
@@ -325,7 +325,7 @@ def normal(y, scale, shift, eps):
 
 
 def fast_normal(y, bias, within, before, scale, shift, eps):
-    """As fwl_passes.fast_normal."""
+    """As published_passes.fast_normal."""
     xhat, features, fast_scale, rstd = torch.empty_like(y), torch.empty_like(y), torch.empty_like(y), _row(y)
     _normal[(len(y),)](y, bias, within, before, scale, shift, xhat, rstd, fast_scale, features,
                        len(y) // len(before), y.shape[1], y.stride(0), eps, FAST=True, **_wide(y.shape[1]))  # fmt: skip
@@ -333,14 +333,14 @@ def fast_normal(y, bias, within, before, scale, shift, eps):
 
 
 def slow_gradient(r, share, xhat, rstd, scale, e):
-    """As fwl_passes.slow_gradient."""
+    """As published_passes.slow_gradient."""
     g, v, changes = torch.empty_like(r), torch.empty_like(r), _three(r)
     _slow_gradient[(len(r),)](r, share, xhat, rstd, scale, e, g, v, changes, r.shape[1], **_wide(r.shape[1]))
     return g, v, changes
 
 
 def fast_backward(dfeatures, ratio, xhat, rstd, scale):
-    """As fwl_passes.fast_backward."""
+    """As published_passes.fast_backward."""
     out = _three(dfeatures)
     _fast_backward[(len(dfeatures),)](
         dfeatures, ratio, xhat, rstd, scale, out, dfeatures.shape[1], **_wide(dfeatures.shape[1])
@@ -349,7 +349,7 @@ def fast_backward(dfeatures, ratio, xhat, rstd, scale):
 
 
 def slow_second(dg, dv, within, after, r, share, xhat, rstd, g, scale, e, dots):
-    """As fwl_passes.slow_second."""
+    """As published_passes.slow_second."""
     dr, dxhat, dscale, dstd = torch.empty_like(r), torch.empty_like(r), torch.empty_like(r), _row(r)
     _slow_second[(len(r),)](dg, dv, within, after, r, share, xhat, rstd, g, scale, e, dr, dxhat, dstd,
                             dscale, dots, len(r) // len(after), r.shape[1], **_wide(r.shape[1]))  # fmt: skip
@@ -357,7 +357,7 @@ def slow_second(dg, dv, within, after, r, share, xhat, rstd, g, scale, e, dots):
 
 
 def slow_backward(dxhat, dfeatures, dstd, dscale, xhat, rstd, scale):
-    """As fwl_passes.slow_backward."""
+    """As published_passes.slow_backward."""
     out = _three(dxhat)
     _slow_backward[(len(out),)](dxhat, dfeatures, dstd, dscale, xhat, rstd, scale, out, xhat.shape[1],
                                 **_wide(xhat.shape[1]))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The passes of fwl_dual_passes.py, each once through memory; that file says what each function does.
+"""The passes of dual_passes.py, each once through memory; that file says what each function does.
 
 One program is one token, whose row it holds whole in float32, or a block of it where every number is by itself. Tokens
 are (B, C, width), rows of numbers side by side; what is part of a larger buffer has a stride from row to row of the
@@ -199,7 +199,7 @@ def _hidden_backward(
 
 
 def hidden(h, bias, a):
-    """As fwl_dual_passes.hidden."""
+    """As dual_passes.hidden."""
     B, C, F = h.shape
     r = torch.empty(B, C, F, dtype=h.dtype, device=h.device)
     _hidden[_blocks(h)](h, bias, a, r, h.stride(0), bias.stride(0), a.stride(0), C, F, BLOCK=BLOCK)
@@ -207,7 +207,7 @@ def hidden(h, bias, a):
 
 
 def normal(y, bias, scale, shift, eps, more=None, kept=None):
-    """As fwl_dual_passes.normal."""
+    """As dual_passes.normal."""
     B, C, E = y.shape
     xhat, features, rstd = torch.empty_like(y), torch.empty_like(y), _row(y)
     _normal[(B * C,)](y, more, kept, bias, scale, shift, xhat, rstd, features, _stride(kept), bias.stride(0), C, E, eps,
@@ -216,21 +216,21 @@ def normal(y, bias, scale, shift, eps, more=None, kept=None):
 
 
 def write_second(head, share, norm, scale, e, clip, g2, v2, every):
-    """As fwl_dual_passes.write_second."""
+    """As dual_passes.write_second."""
     B, C, E = head.shape
     _write_second[(B * C,)](head, share, *norm, scale, e, g2, v2, every, scale.stride(0), g2.stride(0), C, E,
                             every.shape[-1], **_wide(E))  # fmt: skip
 
 
 def write_first(u, r, e, clip, v1, every, more=None, kept=None):
-    """As fwl_dual_passes.write_first."""
+    """As dual_passes.write_first."""
     _, C, F = u.shape
     _write_first[_blocks(u)](u, more, kept, r, e, v1, every, _stride(kept), v1.stride(0), C, F, every.shape[-1],
                              BLOCK=BLOCK)  # fmt: skip
 
 
 def first_backward(dv1, dsums, u, r, e, clip, du, dots):
-    """As fwl_dual_passes.first_backward."""
+    """As dual_passes.first_backward."""
     B, C, F = u.shape
     dr = torch.empty_like(u)
     _first_backward[(B * C,)](
@@ -240,7 +240,7 @@ def first_backward(dv1, dsums, u, r, e, clip, du, dots):
 
 
 def second_backward(dv2, dsums, used, head, share, norm, scale, g2, e, clip, dots, every, more=None, kept=None):
-    """As fwl_dual_passes.second_backward."""
+    """As dual_passes.second_backward."""
     B, C, E = head.shape
     dhead, dxhat, dstd = torch.empty_like(head), torch.empty_like(head), _row(head)
     _second_backward[(B * C,)](
@@ -251,7 +251,7 @@ def second_backward(dv2, dsums, used, head, share, norm, scale, g2, e, clip, dot
 
 
 def output(dfeatures, norm, scale, second, dy, every):
-    """As fwl_dual_passes.output."""
+    """As dual_passes.output."""
     B, C, E = dfeatures.shape
     dxhat, dstd = (norm.xhat, norm.rstd) if second is None else second
     _output[(B * C,)](dfeatures, *norm, scale, dxhat, dstd, dy, every, scale.stride(0), dy.stride(0), C, E,
@@ -259,7 +259,7 @@ def output(dfeatures, norm, scale, second, dy, every):
 
 
 def hidden_backward(da, r, dr, dh, every, more=None, kept=None, late=None):
-    """As fwl_dual_passes.hidden_backward."""
+    """As dual_passes.hidden_backward."""
     _, C, F = r.shape
     _hidden_backward[_blocks(r)](da, more, kept, late, r, r if dr is None else dr, dh, every, _stride(kept),
                                  _stride(late), dh.stride(0), C, F, every.shape[-1], SECOND=dr is not None,

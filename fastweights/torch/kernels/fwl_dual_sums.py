@@ -1,4 +1,4 @@
-"""More passes of fwl_dual_passes.py, each once through memory: sums over tokens and chunks, and masks of chunks.
+"""More passes of dual_passes.py, each once through memory: sums over tokens and chunks, and masks of chunks.
 
 Rows of a batch have tokens (tokens, width) that lie side by side, C of them to a chunk; n chunks of a row have numbers
 (n, width) in float32, and masks (B, n, n) say how much of one chunk counts for another.
@@ -86,7 +86,7 @@ def _masked(scores, mask, L, C, n, R: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def summed(every, steps, raw, sums, mask, given, total, age, c):
-    """As fwl_dual_passes.summed."""
+    """As dual_passes.summed."""
     B, C, width = every.shape
     out = torch.empty(B, 1, width, dtype=raw.dtype, device=raw.device)
     grid = B, triton.cdiv(width, SUMMED["BLOCK"])
@@ -96,7 +96,7 @@ def summed(every, steps, raw, sums, mask, given, total, age, c):
 
 
 def summed_backward(every, steps, dvectors, dsums, mask, age, c):
-    """As fwl_dual_passes.summed_backward."""
+    """As dual_passes.summed_backward."""
     B, C, width = every.shape
     out = torch.empty(B, 1, width, dtype=dsums.dtype, device=dsums.device)
     grid = B, triton.cdiv(width, SUMMED["BLOCK"])
@@ -105,7 +105,7 @@ def summed_backward(every, steps, dvectors, dsums, mask, age, c):
 
 
 def counted(y, m, C):
-    """As fwl_dual_passes.counted."""
+    """As dual_passes.counted."""
     B, tokens, width = y.shape
     out, size = torch.empty(B, tokens, width, dtype=y.dtype, device=y.device), C * width
     grid = B * (tokens // C), triton.cdiv(size, COUNTED)
@@ -114,7 +114,7 @@ def counted(y, m, C):
 
 
 def masked(scores, mask, C):
-    """As fwl_dual_passes.masked."""
+    """As dual_passes.masked."""
     B, L, _ = scores.shape
     grid = B, triton.cdiv(L, MASKED["R"]), triton.cdiv(L, MASKED["BLOCK"])
     _masked[grid](scores, mask, L, C, mask.shape[1], **MASKED)

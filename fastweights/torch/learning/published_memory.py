@@ -1,4 +1,4 @@
-"""The memories of the hand-written loss of a Fast Weight Layer (fwl_loss.py): sums over earlier tokens, chunk by chunk.
+"""Sums over earlier tokens, chunk by chunk: the memories of the hand-written loss in published_loss.py.
 
 Within a chunk every token reads every earlier one by one matrix product; across chunks the memory is carried. Rows are
 tokens, (B * length, width).

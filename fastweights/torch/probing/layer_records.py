@@ -11,7 +11,7 @@ from fastweights import fwl, refresh
 from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.torch.framework import OPS
 from fastweights.torch.fwl import FWLBlock
-from fastweights.torch.measures import measure
+from fastweights.torch.probing.measures import measure
 
 
 class Notes(NamedTuple):

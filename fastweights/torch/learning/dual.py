@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl_config import FWLConfig
-from fastweights.torch import cross_entropy, fwl_dual_passes
+from fastweights.torch import cross_entropy
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.fwl_gathered import Gathered
-from fastweights.torch.held_overlapped import Beside
+from fastweights.torch.learning import dual_passes
+from fastweights.torch.learning.gathered import Gathered
+from fastweights.torch.learning.held_overlapped import Beside
 
 GROUP = 256  # tokens of chunks whose products with what is known of all of them are made at once
 
@@ -381,7 +382,7 @@ def _add(out, a, b):
 def passes_for(x: Tensor, config: FWLConfig) -> Any:
     """The module of elementwise passes for x."""
     if config.clip is not None or x.dtype == torch.float64 or not cross_entropy.on_gpu(x):
-        return fwl_dual_passes
+        return dual_passes
     from fastweights.torch.kernels import fwl_dual
 
     return fwl_dual

@@ -1,6 +1,6 @@
 """What earlier chunks have taught the second layer, gathered into weights of every row once in a group of chunks.
 
-In fwl_dual.py a chunk would have a product with every earlier token of its window, and reads them all for it, four
+In dual.py a chunk would have a product with every earlier token of its window, and reads them all for it, four
 times. So they are gathered, with s the first chunk of a group of g and k_c what chunk c keeps of what was gathered:
 
     S_s = k_s S_{s-g} + sum_{s-g <= j < s} m_sj a_j^T v2_j      S_0: what the row carried into the window
@@ -11,7 +11,7 @@ S_{s-g} still: S_s is made beside it. Its gradient goes back the same way, a gro
     dS_s = k_{s+g} dS_{s+g} + sum_{s < c <= s+g} k_c (a_c^T dy_c + du_c^T g2_c)
     dv2_j = m_sj a_j dS_s       da_j = m_sj v2_j dS_s^T         for s - g <= j < s
 
-Letters are those of fwl_dual.py.
+Letters are those of dual.py.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.torch.held_overlapped import Beside
+from fastweights.torch.learning.held_overlapped import Beside
 
 
 class Gathered:
@@ -27,7 +27,7 @@ class Gathered:
 
     Args:
         passes: the module of elementwise passes.
-        mask, kept: (B, n, n) and (B, n, 1, 1), as `fwl_dual.Pass` has them.
+        mask, kept: (B, n, n) and (B, n, 1, 1), as `dual.Pass` has them.
         S: (B, F, E), what was carried; None for nothing.
         C, group: tokens of a chunk, and chunks of a group.
         age: what is left after a chunk.

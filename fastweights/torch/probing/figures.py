@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fastweights.core import FastWeightError
-from fastweights.torch.probe_series import CURVES, LAYERS, MAPS, Curve, Map, curves, map_of
+from fastweights.torch.probing.series import CURVES, LAYERS, MAPS, Curve, Map, curves, map_of
 
 KINDS = (*CURVES, *MAPS, *LAYERS)
 BACKENDS = ("matplotlib", "plotly")

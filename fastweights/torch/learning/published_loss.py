@@ -4,8 +4,8 @@ The mathematics is that of fastweights/fwl.py, which runs every other case. Auto
 pass, its backward and the fast pass, and go through each of them once more; here matrix products have the shapes that
 matrix units like, the loss's own gradient is made while its logits are there, and what is kept is named below.
 
-With M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s, sums(v)_t = sum_{s<t} v_s (fwl_memory.py, which also knows of decay and
-of packed documents) and step sizes e, the fast pass is
+With step sizes e, M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s and sums(v)_t = sum_{s<t} v_s (published_memory.py has
+both, with decay and for packed documents too), the fast pass is
 
     h~ = h + M([x 1], [e x, e], -g1)                       a~ = relu(h~)^2
     y~ = a~ W2 + b2 + M(a~, a, -e g2) - sums(e g2)         n~ = norm(y~) (scale - sums(e dn xhat)) + shift - sums(e dn)
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.torch import cross_entropy, fwl_passes
+from fastweights.torch import cross_entropy
 from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype
-from fastweights.torch.fwl_memory import Kept, Shape, read_before, read_before_backward, sums
+from fastweights.torch.learning import published_passes
+from fastweights.torch.learning.published_memory import Kept, Shape, read_before, read_before_backward, sums
 from fastweights.torch.packing import Sequences
 
 
@@ -216,7 +217,7 @@ def _backward(ctx, dloss):
 def passes_for(x: Tensor, dtype: torch.dtype) -> Any:
     """The module of elementwise passes for x."""
     if not cross_entropy.on_gpu(x) or dtype == torch.float64:
-        return fwl_passes
+        return published_passes
     from fastweights.torch.kernels import fwl
 
     return fwl

@@ -24,7 +24,7 @@ from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.features import parse_fixed
 from fastweights.literals import Norm, Read, Rule
 from fastweights.torch.dtypes import outside_autocast
-from fastweights.torch.measures import heads_first, prepared, unit_inverse
+from fastweights.torch.probing.measures import heads_first, prepared, unit_inverse
 
 CHUNK = 64  # tokens
 GROUP = 32  # chunks that are prepared at once

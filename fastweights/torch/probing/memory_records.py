@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from fastweights.core import FastWeightError, Inputs, Spec
-from fastweights.torch.attributions import Attribution
-from fastweights.torch.layer_records import array_of, joined
-from fastweights.torch.measures import Marks, Measured, Writes, measure
+from fastweights.torch.probing.attributions import Attribution
+from fastweights.torch.probing.layer_records import array_of, joined
+from fastweights.torch.probing.measures import Marks, Measured, Writes, measure
 
 
 class MemoryRecord:
@@ -15,7 +15,7 @@ class MemoryRecord:
 
     Measured at every write, arrays (B, T, H): beta, decay, gain, value, retrieved, error, cosine, written.
     Measured of the memory once every `every` tokens, arrays (B, M, H): norm, rank, capacity, interference, half_life;
-    `at` (M,) says after how many tokens. The module `fastweights.torch.measures` defines each of them.
+    `at` (M,) says after how many tokens. The module `fastweights.torch.probing.measures` defines each of them.
 
     Calls of the same batch size follow one another in time, as the segments of a text do.
 

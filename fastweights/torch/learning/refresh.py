@@ -17,8 +17,9 @@ from fastweights import fwl, refresh
 from fastweights.framework import Ops
 from fastweights.fwl_config import FWLConfig, FWLOutput
 from fastweights.refresh import RefreshState
-from fastweights.torch import cross_entropy, held
+from fastweights.torch import cross_entropy
 from fastweights.torch.dtypes import accumulation_dtype
+from fastweights.torch.learning import held
 from fastweights.torch.packing import Sequences, whole_numbers
 from fastweights.torch.private import is_watched
 

@@ -1,6 +1,6 @@
 """What a held, refreshed Fast Weight Layer is trained by: one number, computed with its gradients.
 
-On a GPU by products with earlier tokens (fwl_dual.py), on a CPU by weights of every row's own (fwl_walk.py).
+On a GPU by products with earlier tokens (dual.py), on a CPU by weights of every row's own (walk.py).
 
 Rows may hold several documents and may go on with the document of an earlier call. They are laid out in chunks, a new
 document from a new chunk on, so that shapes depend on the batch, its length and the most documents in a row alone, and
@@ -15,11 +15,12 @@ from torch import Tensor
 from fastweights import fwl
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
-from fastweights.torch import cross_entropy, fwl_dual, fwl_walk, graphs
+from fastweights.torch import cross_entropy, graphs
 from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
-from fastweights.torch.held_overlapped import Beside
+from fastweights.torch.learning import dual, walk
+from fastweights.torch.learning.held_overlapped import Beside
 from fastweights.torch.private import has_modes, is_watched
 
 DEVICES = ("cuda", "cpu")  # where it is the faster form
@@ -42,7 +43,7 @@ class Trained(NamedTuple):
 class Layout(NamedTuple):
     """Where tokens go: place (B, T) of each new token among the n C of its row; last (B,), the row's last chunk.
 
-    left (B,): tokens of that chunk.  mask (B, n, n), kept (B, n): as `fwl_dual.Rows` has them.
+    left (B,): tokens of that chunk.  mask (B, n, n), kept (B, n): as `dual.Rows` has them.
     """
 
     place: Tensor
@@ -116,7 +117,7 @@ def objective(
             _placed(y, layout, n * C, held)
             for y, held in zip((labels, share, weights.to(wide)), (*waits[1:], None), strict=True)
         )
-    rows = fwl_dual.Rows(
+    rows = dual.Rows(
         _placed(x.to(low), layout, n * C, waits[0]),
         labels,
         shares,
@@ -128,9 +129,7 @@ def objective(
     )
     vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
     words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
-    w = fwl_dual.Weights(
-        p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c
-    )
+    w = dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c)
     plain = config.decay is None and documents == 1
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         value, loss, slow, *carried = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
@@ -144,14 +143,14 @@ class Objective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, config, plain, slow, last, count, *given):
-        """given: the `count` fields of `fwl_dual.Weights`, then those of its Rows; None where there is nothing."""
+        """given: the `count` fields of `dual.Weights`, then those of its Rows; None where there is nothing."""
         there = tuple(y for y in given if y is not None)
         has = [y is not None for y in given]
 
         def work(last: Tensor, *some: Tensor) -> tuple[Tensor, ...]:
             rest = iter(some)
             every: list[Any] = [next(rest) if here else None for here in has]
-            return _work(config, plain, slow, last, fwl_dual.Weights(*every[:count]), fwl_dual.Rows(*every[count:]))
+            return _work(config, plain, slow, last, dual.Weights(*every[:count]), dual.Rows(*every[count:]))
 
         key = "objective", config, plain, slow, tuple(has)
         value, *others = graphs.call(key, work, (last, *there))
@@ -178,7 +177,7 @@ def _work(config, plain, slow, last, w, rows):
     if dense1 is not None:
         S1, S2 = (y.to(rows.x.dtype)[:, :-1] for y in (dense1, dense2))  # whole tensors are cast faster
         rows = rows._replace(S1=S1, S2=S2, vectors=torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1))
-    passes = fwl_walk.Walk if rows.x.device.type in WALKED else fwl_dual.Pass
+    passes = walk.Walk if rows.x.device.type in WALKED else dual.Pass
     run, beside = passes(config, w, rows, plain=plain), Beside(rows.x)
     # Chunk after chunk a GPU is not full: what does not depend on the chunks is done beside them.
     with beside.fork("slow"):
@@ -193,7 +192,7 @@ def _work(config, plain, slow, last, w, rows):
         return value, loss, torch.zeros_like(loss), *learned, *dw, dx
     slow_loss, more, dmore = unlearned
     value = value + (slow_loss * rows.slow).sum()
-    dw = fwl_dual.Weights(*(y + z for y, z in zip(dw, dmore, strict=True)))
+    dw = dual.Weights(*(y + z for y, z in zip(dw, dmore, strict=True)))
     return value, loss, slow_loss, *learned, *dw, dx.add_(more)
 
 

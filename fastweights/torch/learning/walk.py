@@ -1,12 +1,12 @@
 """The training loss of a held, refreshed Fast Weight Layer and its gradients, with weights of its own for every row.
 
-The same number as fwl_dual.py, which is for GPUs, for a device where products with a row's own weights cost no more
+The same number as dual.py, which is for GPUs, for a device where products with a row's own weights cost no more
 than those with shared ones. The weights W + S of a row are walked from chunk to chunk, and their gradient back:
 
     S_{c+1} = f_c (d S_c + K_c^T V_c)     K V: what chunk c writes (x and v1, a and v2);  d: what decay leaves
     dS_c    = d f_c dS_{c+1} + what chunk c read with          f_c: whether the next chunk is of the same document
 
-Elementwise passes and letters are those of fwl_dual.py.
+Elementwise passes and letters are those of dual.py.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fastweights.fwl_config import FWLConfig
-from fastweights.torch import cross_entropy, fwl_dual
-from fastweights.torch.fwl_dual import Rows, Weights
+from fastweights.torch import cross_entropy
+from fastweights.torch.learning import dual
+from fastweights.torch.learning.dual import Rows, Weights
 
 HELD = 2**24  # probabilities that the forward pass keeps for the backward pass; more are computed again
 
@@ -42,8 +43,8 @@ class Read(NamedTuple):
     v2: Any = None
 
 
-class Walk(fwl_dual.Pass):
-    """Both passes over one batch of rows, as `fwl_dual.Pass`."""
+class Walk(dual.Pass):
+    """Both passes over one batch of rows, as `dual.Pass`."""
 
     def __init__(self, config: FWLConfig, w: Weights, rows: Rows, *, plain: bool):
         super().__init__(config, w, rows, plain=plain)

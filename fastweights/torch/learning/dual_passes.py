@@ -1,4 +1,4 @@
-"""The elementwise passes of fwl_dual.py in plain PyTorch; kernels/fwl_dual.py has the same functions for a GPU.
+"""The elementwise passes of dual.py in plain PyTorch; kernels/fwl_dual.py has the same functions for a GPU.
 
 Shapes are those of one chunk: (B, C, width) per token, (B, 1, width) or (width,) per row. What matrix products take is
 in their dtype, that of h and u; all else is float32 or wider. e: the six steps. `every` (B, C, F + 3 E) takes what is

@@ -14,10 +14,10 @@ from torch import nn
 from fastweights.core import FastWeightError, Inputs, Spec
 from fastweights.torch import watching
 from fastweights.torch.fwl import FWLBlock
-from fastweights.torch.layer_records import LEARNERS, LayerRecord, Notes, block_call
-from fastweights.torch.measures import check_every
-from fastweights.torch.memory_records import MemoryRecord
 from fastweights.torch.nn import FastWeightAttention
+from fastweights.torch.probing.layer_records import LEARNERS, LayerRecord, Notes, block_call
+from fastweights.torch.probing.measures import check_every
+from fastweights.torch.probing.memory_records import MemoryRecord
 
 SAME = {"blocks": "block", "layers": "block", "layer": "block", "h": "block"}  # words for one thing in a path
 
@@ -204,7 +204,7 @@ class Probe:
         "retrieved", "error", "cosine" or "written", maps of layers and heads over the text; "losses" or "steps" of
         Fast Weight Layers.
         """
-        from fastweights.torch.probe_figures import figure
+        from fastweights.torch.probing.figures import figure
 
         return figure(self, kind, backend)
 

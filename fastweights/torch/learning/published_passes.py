@@ -1,4 +1,4 @@
-"""The elementwise passes of fwl_loss.py in plain PyTorch; kernels/fwl.py has the same functions for a GPU.
+"""The elementwise passes of published_loss.py in plain PyTorch; kernels/fwl.py has the same functions for a GPU.
 
 Rows are tokens. e: the six step sizes, in the order of `fwl_config.STEPS`. Statistics of rows and everything computed
 here are float32 or wider; results that matrix products take are in their dtype, that of the first argument. `dx` is the

@@ -15,9 +15,9 @@ from torch import Tensor
 from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, private, watching
-from fastweights.torch import held_overlapped as overlapped
-from fastweights.torch import held_single as single
 from fastweights.torch.dtypes import accumulation_dtype, wide
+from fastweights.torch.learning import held_overlapped as overlapped
+from fastweights.torch.learning import held_single as single
 
 GROUP = 16  # chunks of one CUDA graph
 DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
