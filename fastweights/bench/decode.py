@@ -1,7 +1,7 @@
 """`fastweights bench decode`: how fast language models write, token by token, in the way of `fastweights generate`.
 
-Many texts at once, or one text after prompts of growing length. On a GPU a step is also replayed as a CUDA graph; both
-ways must write the same tokens.
+Many texts at once, or one text after prompts of growing length. On a GPU a step is also replayed as a CUDA graph, and
+many texts are written by `generate` of transformers, too, where that is installed. All must write the same tokens.
 """
 
 import gc
@@ -38,6 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
 SMOKE_SIZE = dict(depth=2, dim=16, heads=2)
 SAME = 8  # tokens that every way must write alike before it is timed
 EAGER, CAPTURED = "eager", "captured"  # step by step, or replayed as a CUDA graph
+OURS, THEIRS = "transformers, our loop", "transformers, its loop"  # `generate` of transformers for the same model
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Result:
 
     Attributes:
         batch: B.
-        how: "eager", step by step, or "captured", a CUDA graph.
+        how: "eager", step by step, "captured", a CUDA graph, or what `generate` of transformers ran.
         tokens_per_second: of all texts together.
         ms_per_step: milliseconds for one token of each.
     """
@@ -125,6 +126,40 @@ def writers(model: LanguageModel, state: Any, token: Tensor) -> list[tuple[str, 
     return found
 
 
+def of_transformers(model: LanguageModel, token: Tensor, tokens: int) -> dict[str, tuple[Tensor, float]]:
+    """What `generate` of transformers writes after token (B,) with the same weights, and in how many seconds.
+
+    Its first call, which records CUDA graphs on a GPU, is not timed.
+
+    Args:
+        model: as the program has it; `generate` gets a copy.
+        token: (B,), the prompts.
+        tokens: to write.
+
+    Returns:
+        (text (B, tokens), seconds) by our loop and by that of transformers; nothing where transformers is missing.
+    """
+    try:
+        from transformers.generation import GenerationMixin
+    except ImportError:
+        return {}
+    from fastweights.hf.export import from_language_model
+
+    copied: Any = from_language_model(model)
+    copied.to(token.device, model.embedding.weight.dtype)
+    wait = torch.cuda.synchronize if token.is_cuda else lambda: None
+    settings: dict[str, Any] = dict(max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+    found = {}
+    for name, loop in ((OURS, {}), (THEIRS, dict(custom_generate=GenerationMixin._sample))):
+        for _ in range(2):
+            wait()
+            start = time.perf_counter()
+            text = copied.generate(token[:, None], attention_mask=torch.ones_like(token[:, None]), **settings, **loop)
+            wait()
+            found[name] = text[:, 1:], time.perf_counter() - start
+    return found
+
+
 def new_model(config: Config, device: str, vocab: int = VOCAB) -> LanguageModel:
     """A model with random weights; bfloat16 on a GPU, but for one with a Fast Weight Layer."""
     torch.manual_seed(0)
@@ -148,6 +183,11 @@ def run(config: Config, batches: Sequence[int], device: str, *, tokens: int, adv
         token = torch.arange(batch, device=device) % model.vocab
         for how, decoder in writers(model, model.init_state(batch), token):
             took = seconds(decoder, tokens)
+            results.append(Result(batch, how, batch * tokens / took, 1e3 * took / tokens))
+        want = write(Decoder(model, model.init_state(batch), token, likeliest, capture=False), SAME)
+        for how, (text, took) in of_transformers(model, token, tokens).items():
+            if not torch.equal(text[:, :SAME], want[:, :tokens]):
+                raise Disagreement("generate of transformers writes other tokens than the model. Nothing is reported.")
             results.append(Result(batch, how, batch * tokens / took, 1e3 * took / tokens))
         advance(f"{batch} texts", 1)
     return results

@@ -142,8 +142,8 @@ def decode(
     and go on with it: seconds to the first token, what is kept of the prompt, and tokens per second after it. A
     transformer looks back at all of the prompt.
 
-    A CUDA graph records the launches of one step and replays them without the host. Both ways must write the same
-    tokens.
+    A CUDA graph records the launches of one step and replays them without the host. Where transformers is installed,
+    its `generate` writes with the same weights, by our loop and by its own. All ways must write the same tokens.
 
     For example: `fastweights bench decode --device cuda --context 1024 --context 1048576 --model gated-delta`
     """
