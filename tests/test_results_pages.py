@@ -28,7 +28,7 @@ MODES = {
 WAYS = {
     "dynamic evaluation": [("dynamic", {})],
     "refreshed every 64": [("fast", dict(refresh=64))],
-    "the same, learning nothing": [("slow", dict(refresh=64))],
+    "refreshed every 64, learning nothing": [("slow", dict(refresh=64))],
     "neural cache": [("cache", {})],
     "refreshed every 64, and cache": [("both", dict(refresh=64))],
     "as published, restarted every 4,096": [("restart", dict(decay=1.0, length=4096))],
@@ -96,7 +96,8 @@ def wrong_nats(text):
     found = [row for arm in read_csv(RESULTS / "fast-weight-layers.csv").values() for row in arm]
     bins, wrong, count = [("position", at) for at in (0, 256, 1024, 4096)] + [("all", 0)], [], 0
     body = "softmax"
-    for name, *cells in tables(text)[0][2:]:
+    (table,) = (t for t in tables(text) if "4,096+" in t[0])
+    for name, *cells in table[2:]:
         if " body: " in name:
             body, name = name.split(" body: ")
         curves = [gains(found, mode, **which) for mode, which in WAYS[name]]
