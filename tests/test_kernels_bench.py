@@ -2,6 +2,7 @@
 
 import io
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from fastweights.bench.case import Case
 def test_decoding_is_timed_and_shown():
     quietly = lambda what, steps: None  # noqa: E731
     results = decode.run(decode.SMOKE, [1, 3], "cpu", tokens=2, advance=quietly)
-    assert [(r.batch, r.how) for r in results] == [(1, "eager"), (3, "eager")]
+    ways = ("eager", *((decode.OURS, decode.THEIRS) if find_spec("transformers") else ()))
+    assert [(r.batch, r.how) for r in results] == [(batch, how) for batch in (1, 3) for how in ways]
     asked = decode.prompts(("delta", "transformer"), ("linear", "fwl"), (4, 40), decode.SMOKE_SIZE)
     found = decode.after_prompts(asked, "cpu", tokens=2, advance=quietly, warm=0)
     assert [(r.model, r.tokens) for r in found] == [

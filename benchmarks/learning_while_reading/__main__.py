@@ -9,6 +9,7 @@
     python benchmarks/learning_while_reading table --work W --body gated-delta --out results
     python benchmarks/learning_while_reading gather --out results
     python benchmarks/learning_while_reading report
+    python benchmarks/learning_while_reading run --work W --body softmax --minutes 8    (body, tune, score, table)
 
 `prepare` splits the text at `<page>`, trains a tokenizer, unless W has one, and encodes. `body` trains a language model
 whose last layer is a Fast Weight Layer that does not learn. `tune` trains that layer and its steps through their own
@@ -16,7 +17,8 @@ learning, the rest frozen: the published sum, and gradients at the current weigh
 scores held-out pages, every token before it is learned from, in every arm; it goes on where it stopped, and several
 processes may score different --arms at once. `speed` times the arms one page at a time. `table` writes CSV files: the
 loss of each page, by position, frequency and repetition, and one line per arm. `gather` puts those of all bodies into
-docs/results; `report` prints the tables and draws the figure of the page there.
+docs/results; `report` prints the tables and draws the figure of the page there. `run` takes one body through the stages
+from `body` to `table`, side by side where they can be; 32 of the pages are read by dynamic evaluation, the slowest arm.
 
 W holds what is large: tokens, weights, losses per page.
 """
@@ -28,6 +30,7 @@ import torch
 from arms import score
 from model import body, prepare, tune, words
 from report import gather, gather_long, report
+from run import run
 from table import speed, table
 
 STAGES = dict(
@@ -41,6 +44,7 @@ STAGES = dict(
     gather=gather,
     gather_long=gather_long,
     report=report,
+    run=run,
 )
 
 
@@ -69,6 +73,7 @@ def main():
     parser.add_argument("--least", type=int, default=4096, help="tokens of the shortest page to score")
     parser.add_argument("--most", type=int, default=65_536, help="tokens of a page that are scored")
     parser.add_argument("--pages", type=int, default=120, help="pages to score")
+    parser.add_argument("--dynamic-pages", type=int, default=32, help="pages that run reads by dynamic evaluation")
     parser.add_argument("--valid", type=int, default=6, help="pages to choose rates on")
     parser.add_argument("--tune-tokens", type=int, default=4096, help="tokens of each of them")
     parser.add_argument("--tune-length", type=int, default=0, help="tokens of a window of tune; 0 for --length")
