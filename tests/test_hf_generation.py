@@ -4,10 +4,10 @@ import copy
 import gc
 import logging
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_graphs import emulate
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
@@ -15,7 +15,6 @@ from transformers.generation.streamers import BaseStreamer
 import fastweights
 from fastweights.hf import FastWeightCache, FastWeightConfig, FastWeightForCausalLM, generation
 from fastweights.models import decoding
-from fastweights.torch import graphs
 from fastweights.torch.tree import flatten
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, sliding_window=6, pad_token_id=0)
@@ -48,38 +47,12 @@ def model(request):
     return make(*request.param)
 
 
-def recording(decoder, kind, full):
-    """As `Decoder._capture` on a GPU: a step that reads and overwrites the decoder's own tensors."""
-
-    def replay():
-        with torch.no_grad():
-            token, state = decoder._step(decoder.token, decoder.state, decoder.noise, full)
-        decoder.token.copy_(token)
-        decoding._overwrite(decoder.state, state)
-
-    decoder.graphs[kind] = SimpleNamespace(replay=replay)
-
-
-def recorded_choice(choice, logits, token):
-    """As `Choice._recorded` on a GPU."""
-    held = token, choice.going, choice.sums
-
-    def replay():
-        for old, new in zip(held, choice._chosen(logits, token), strict=True):
-            old.copy_(new)
-
-    return SimpleNamespace(replay=replay)
-
-
 @pytest.fixture(params=["eager", "recorded"])
 def way(request, monkeypatch):
     """Our loop as on a CPU, and as on a GPU: with recorded steps, of which several are queued at once."""
     generation._kept.clear()
     if request.param == "recorded":
-        for module in (decoding, generation):
-            monkeypatch.setattr(module, "graphs", SimpleNamespace(refuses=lambda x: None, close=graphs.close))
-        monkeypatch.setattr(decoding.Decoder, "_capture", recording)
-        monkeypatch.setattr(generation.Choice, "_recorded", recorded_choice)
+        emulate(monkeypatch)
         monkeypatch.setattr(generation, "_ahead", lambda tokens: 8)
     yield request.param
     generation._kept.clear()

@@ -261,14 +261,19 @@ def test_gradient_checkpointing(rng):
 @pytest.mark.parametrize("C", [1, 2, 7, 8, 16, 50, 64, 128])
 @pytest.mark.parametrize("strength", [1.0, 2.0])
 def test_inverse_when_keys_nearly_repeat(rng, C, strength):
-    """As accurate as LAPACK's substitution, in float32, within a factor of 4."""
+    """As accurate as LAPACK's substitution, in float32, within a factor of 4, but for what two products per merge round.
+
+    The terms of these products are about 1, and processors sum them in different orders.
+    """
     k = 1 + 0.05 * rng.standard_normal((3, C, 16))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     L = torch.tensor(np.tril(strength * k @ k.swapaxes(1, 2), -1))
     eye = torch.eye(C, dtype=torch.float64).expand(3, C, C)
     exact = torch.linalg.solve_triangular(eye + L.float(), eye, upper=False)
     plain = torch.linalg.solve_triangular(eye.float() + L.float(), eye.float(), upper=False)
-    assert (inverse(L.float()) - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-7
+    merges = np.ceil(np.log2(max(C / 8, 1)))
+    rounding = 2 * merges * torch.finfo(torch.float32).eps
+    assert (inverse(L.float()) - exact).abs().max() <= 4 * (plain - exact).abs().max() + rounding
     assert_close(inverse(L.float().double()).numpy(), exact.numpy(), 1e-12)
 
 

@@ -252,10 +252,10 @@ def _gradient(z, e, log_sum, offset, dloss, labels, first, *, sums):
         dz, p = dz - hot * dloss[:, None], p - hot
     else:
         here = (labels >= first) & (labels < first + z.shape[1])
-        at = here.nonzero()[:, 0], labels[here] - first
-        dz.index_put_(at, -dloss[here], accumulate=True)
+        at = (labels - first).clamp(0, z.shape[1] - 1)[:, None]
+        dz.scatter_add_(1, at, torch.where(here, -dloss, 0.0).to(dz.dtype)[:, None])
         if e is not None:
-            p.index_put_(at, p.new_tensor(-1.0), accumulate=True)
+            p.scatter_add_(1, at, -here.to(p.dtype)[:, None])
     if e is not None:
         e.copy_(p)
     z.copy_(dz)
