@@ -261,7 +261,7 @@ def test_gradient_checkpointing(rng):
 @pytest.mark.parametrize("C", [1, 2, 7, 8, 16, 50, 64, 128])
 @pytest.mark.parametrize("strength", [1.0, 2.0])
 def test_inverse_when_keys_nearly_repeat(rng, C, strength):
-    """As accurate as LAPACK's substitution, in float32, within a factor of 4, but for what two products per merge round.
+    """As accurate as LAPACK's substitution, in float32, by a factor of 4, but for what two products per merge round.
 
     The terms of these products are about 1, and processors sum them in different orders.
     """
