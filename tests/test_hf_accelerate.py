@@ -71,7 +71,7 @@ def exact(monkeypatch):
 
 
 def test_logits_and_gradients(model, exact):
-    """Those of transformers' own path, to 1e-9 in float64; float32 within 1e-5 of these, where theirs may be further."""
+    """Those of transformers' own path: float64 to 1e-9, float32 within 1e-5 of these, where theirs may be further."""
 
     def results(model):
         model.zero_grad()
