@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 from fastweights import cli, lab  # noqa: E402
 from fastweights.core import FastWeightError  # noqa: E402
 from fastweights.lab import papers  # noqa: E402
-from fastweights.lab.engine import claims, experiment, plans, pool, processes, results  # noqa: E402
+from fastweights.lab.engine import claims, experiment, plans, processes, results, runner  # noqa: E402
 from fastweights.lab.engine.experiment import Report  # noqa: E402
 from fastweights.lab.engine.reproduce import reproduce  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_runs_and_keeps_typed_rows(toy, tmp_path):
     assert not outcome.failed
     assert [p.name for p in outcome.files] == ["capacity.csv", "capacity.png"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["capacity.csv", "capacity.png"]
-    (row,) = results.read_csv(tmp_path / "capacity.csv")[results.key(dict(number=1, seed=0))]
+    (row,) = results.read_csv(tmp_path / "capacity.csv")[results.arm_key(dict(number=1, seed=0))]
     assert row.pop("seconds") >= 0
     assert row == dict(number=1, seed=0, square=1, half=0.5, name="a", odd=True)
 
@@ -167,7 +167,7 @@ def test_floors_rest_on_each_other():
     wrong = [f"{a} imports {b}" for a, found in imports.items() for b in found
              if b.split(".")[2] not in may[a.split(".")[2]]]  # fmt: skip
     assert not wrong
-    assert imports["fastweights.lab.engine.pool"] >= {"fastweights.lab.engine.experiment"}  # the check can fail
+    assert imports["fastweights.lab.engine.runner"] >= {"fastweights.lab.engine.experiment"}  # the check can fail
     TopologicalSorter(imports).prepare()  # raises on a cycle
 
 
@@ -207,15 +207,17 @@ def test_failures_in_processes_cost_their_arms_alone(tmp_path):
     good = dict(plan.arms[0], steps=2)
     bad, deadly = dict(good, model="nothing"), dict(good, vocab=-1)
     plan.chosen = [bad, good, deadly, dict(good, seed=1)]
-    heard = []
-    work = processes.Pool([(plan, arm) for arm in plan.chosen], "cpu", None, math.inf, lambda *told: heard.append(told))
-    work.device, work.context = "cuda", forked()  # only the pool believes that it has a GPU
-    failures, broke = [], work._broke
-    work._broke = lambda n, i, why: (failures.append(i), broke(n, i, why))
-    broken = work.run(2)
-    assert len(broken) == 2
-    assert "model is 'nothing'" in broken[0]
-    assert len([text for _, _, text in heard if "FAILED" in text]) == 2
+    shown = []
+    pool = processes.ProcessPool(
+        [(plan, arm) for arm in plan.chosen], "cpu", None, math.inf, lambda *message: shown.append(message)
+    )
+    pool.device, pool.context = "cuda", forked()  # only the pool believes that there is a GPU
+    failures, failed = [], pool._failed
+    pool._failed = lambda number, i, error: (failures.append(i), failed(number, i, error))
+    errors = pool.run(2)
+    assert len(errors) == 2
+    assert "model is 'nothing'" in errors[0]
+    assert len([text for _, _, text in shown if "FAILED" in text]) == 2
     assert plan.missing(plan.chosen) == [bad, deadly]
     assert sorted(failures) == [0, 0, 2, 2]  # tried twice each, in another process
 
@@ -225,8 +227,10 @@ def test_longest_arms_first(toy, tmp_path, monkeypatch):
     plan = plans.plan("capacity", out=tmp_path)
     assert [plan.cost(arm) for arm in plan.arms] == [0.0, 1.0, 2.0]
     order = []
-    monkeypatch.setattr(processes.Pool, "run", lambda self, jobs: order.extend(arm["number"] for _, arm in self.tasks))
-    pool.run_all([plan], jobs=2)
+    monkeypatch.setattr(
+        processes.ProcessPool, "run", lambda self, jobs: order.extend(arm["number"] for _, arm in self.tasks)
+    )
+    runner.run_all([plan], jobs=2)
     assert order == [2, 1, 0]
     del toy.cost
     assert plan.cost(plan.arms[2]) == 1.0
@@ -248,11 +252,11 @@ def test_list_names_every_experiment(monkeypatch, capsys):
 def test_every_experiment_says_what_it_is(name):
     text = experiment.docstring(name)
     for heading in ("Paper", "Claim", "Cost", "Differs"):
-        assert experiment.about(text, heading), f"{name}: its docstring has no {heading}:"
+        assert experiment.section(text, heading), f"{name}: its docstring has no {heading}:"
     module = importlib.import_module(f"fastweights.lab.papers.{name.replace('-', '_')}")
     for settings in (module.FULL, module.SMOKE):
         arms = module.arms(**settings)
-        assert len({results.key(arm) for arm in arms}) == len(arms)
+        assert len({results.arm_key(arm) for arm in arms}) == len(arms)
         assert all("seed" in arm for arm in arms)
         assert json.loads(json.dumps(arms)) == arms
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastweights.core import FastWeightError
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 from fastweights.lab.papers import fast_weight_layers, recall
 from fastweights.lab.tasks import (
     babi_stories,
@@ -112,16 +112,16 @@ def test_windows_score_every_token_once():
 
 
 def test_steps_train():
-    """A line is fitted, and on a CPU nothing is recorded."""
+    """A line is fitted, and on a CPU nothing is captured."""
     line = torch.nn.Linear(1, 1)
-    step = captured_steps.Steps(line, lambda x, y: (line(x) - y).pow(2).mean(), "cpu", lr=0.1, weight_decay=0.0)
+    step = training_step.TrainingStep(line, lambda x, y: (line(x) - y).pow(2).mean(), "cpu", lr=0.1, weight_decay=0.0)
     x = torch.linspace(-1, 1, 32)[:, None]
     for i in range(200):
-        loss = step(captured_steps.rate(i, 200, 10), x, 3 * x + 1)
+        loss = step(training_step.cosine_schedule(i, 200, 10), x, 3 * x + 1)
     assert float(loss) < 1e-3
-    assert not step.replay.recorded
-    assert captured_steps.rate(0, 100, 10) == 0.1
-    assert captured_steps.rate(100, 100, 10) == pytest.approx(0.05)
+    assert not step.step.captured
+    assert training_step.cosine_schedule(0, 100, 10) == 0.1
+    assert training_step.cosine_schedule(100, 100, 10) == pytest.approx(0.05)
 
 
 def test_recall_sequences_have_one_right_answer():

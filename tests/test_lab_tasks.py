@@ -7,7 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-from fastweights.lab.engine.training import train  # noqa: E402
+from recorded_graphs import emulate  # noqa: E402
+
+from fastweights.lab.engine import cuda_graphs  # noqa: E402
+from fastweights.lab.engine.training import adam, descend, train  # noqa: E402
 from fastweights.lab.tasks import permutation_trackers, permutation_words  # noqa: E402
 from fastweights.lab.tasks.key_value_pairs import Task  # noqa: E402
 from fastweights.lab.tasks.key_value_retrieval import Model, effective  # noqa: E402
@@ -95,30 +98,82 @@ class Countdown:
     copies = 2
 
     def __init__(self, *losses):
-        self.losses, self.steps, self.asked = losses, 0, 0
+        self.losses, self.steps, self.evaluations = losses, 0, 0
 
     def step(self):
         self.steps += 1
 
     def evaluate(self):
-        self.asked += 1
-        return torch.tensor([[x[min(self.asked, len(x)) - 1], 7.0] for x in self.losses])
+        self.evaluations += 1
+        return torch.tensor([[x[min(self.evaluations, len(x)) - 1], 7.0] for x in self.losses])
 
 
 def test_training_stops_each_copy_by_itself():
     learner = Countdown([1.0, 0.5, 0.0009], [1.0, 0.9, 0.95, math.nan, 0.95])
-    other = Countdown([1.0, 0.9, 0.8, 0.7], [0.0, 0.0])
-    (first, second), (third, fourth) = train([learner, other], steps=45, every=10, target=0.001, patience=3)
+    reports = []
+    first, second = train(learner, steps=45, every=10, target=0.001, patience=3, report=lambda *r: reports.append(r))
     assert (first.ended, first.steps[-1], first.last) == ("reached", 30, pytest.approx(0.0009))
     assert (second.ended, second.steps[-1], second.best) == ("patience", 45, pytest.approx(0.9))
-    assert (third.ended, third.steps[-1]) == ("steps", 45)
-    assert (fourth.ended, fourth.steps[-1], fourth.scores) == ("reached", 10, [[0.0, 7.0]])
-    assert (learner.steps, other.steps) == (45, 45)
+    assert learner.steps == 45
+    assert reports[2] == (30 / 45, "step 30, 1 of 2 training, loss 0.0009")
+    learner = Countdown([1.0, 0.9, 0.8, 0.7], [0.0, 0.0])
+    third, fourth = train(learner, steps=45, every=10)
+    assert (third.ended, third.steps) == ("steps", [10, 20, 30, 40, 45])
+    assert (fourth.ended, fourth.steps, fourth.scores) == ("reached", [10], [[0.0, 7.0]])
+    learner = Countdown([0.0], [0.0])
+    assert [course.steps for course in train(learner, steps=45, every=10)] == [[10], [10]]
+    assert learner.steps == 10  # nothing is trained when all copies are done
 
 
-def test_training_ends_in_time():
-    (course, _), *_ = train([Countdown([1.0], [1.0])], steps=100, every=10, seconds_left=lambda: 0.0)
-    assert (course.ended, course.steps) == ("time", [10])
+class Line:
+    """A learner of two copies that fit a line to points which are drawn anew for each step."""
+
+    copies = 2
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.weights = torch.randn(2, 3, requires_grad=True)
+        self.optimizer = adam([self.weights], 0.1)
+
+    def losses(self):
+        x = torch.randn(2, 16, 3)
+        return (torch.einsum("abi,ai->ab", x, self.weights) - x.sum(-1)).square().mean(1)
+
+    def step(self):
+        descend(self.losses().sum(), self.optimizer)
+
+    @torch.no_grad()
+    def evaluate(self):
+        return self.losses()[:, None]
+
+
+def test_captured_training_is_training(monkeypatch):
+    """On a GPU steps and evaluations are captured and replayed; here on a stand-in for CUDA graphs."""
+    want = train(Line(), steps=60, every=10)
+    graphs = emulate(monkeypatch)
+    got = train(Line(), steps=60, every=10, device="cuda")
+    assert [graph.replays for graph in graphs] == [57, 3]  # three calls of each run eagerly
+    for a, b in zip(got, want, strict=True):
+        assert a.steps == b.steps
+        assert a.scores[-1][0] < 0.1 * a.scores[0][0]
+        torch.testing.assert_close(torch.tensor(a.scores), torch.tensor(b.scores))
+
+
+def test_steps_that_cannot_be_captured_run_eagerly(monkeypatch):
+    class Waits(Line):
+        def step(self):
+            super().step()
+            float(self.weights.detach().sum())
+
+    emulate(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "_reset_random_state", lambda stream: None)  # a CPU has no such generators
+    with pytest.warns(UserWarning, match="steps could not be captured and run eagerly, slower: CUDA error: operation"):
+        got = train(Waits(), steps=30, every=10, device="cuda")
+    assert got[0].scores[-1][0] < got[0].scores[0][0]
+    monkeypatch.setattr(cuda_graphs, "enabled", False)
+    graphs = emulate(monkeypatch)
+    train(Line(), steps=10, every=10, device="cuda")
+    assert graphs == []
 
 
 def test_bench_lab_checks_first(monkeypatch):

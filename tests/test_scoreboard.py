@@ -10,7 +10,8 @@ import pytest
 from fastweights import cli
 from fastweights.lab import EXPERIMENTS
 from fastweights.lab.engine import claims, experiment, results, scoreboard
-from fastweights.lab.engine.claims import OURS, Claim, held, less, spread
+from fastweights.lab.engine.averages import Average
+from fastweights.lab.engine.claims import OURS, Claim, all_hold, all_less
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
@@ -95,22 +96,22 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch):
 
 
 def test_verdicts():
-    assert held([True, True]) == "reproduced"
-    assert held([True, False]) == "partly"
-    assert held([False, False]) == "not"
-    assert less([(1, 2), (3, 4)]) == "reproduced"
-    assert less([(1, 2), (4, 3)]) == "partly"
-    assert less([(2, 1), (4, 3)]) == "opposite"
-    assert less([(2, 2), (4, 3)]) == "not"  # equal is neither
-    assert less([(1.0, math.nan)]) == "reproduced"  # what diverged is worse than any number
-    assert less([(math.nan, math.inf)]) == "not"
-    assert spread((2.0, 1.0, 3.0), ".1f") == "2.0 (1.0 to 3.0)"
-    assert spread((2.0, 2.001, 1.999), ".1f") == "2.0"
+    assert all_hold([True, True]) == "reproduced"
+    assert all_hold([True, False]) == "partly"
+    assert all_hold([False, False]) == "not"
+    assert all_less([(1, 2), (3, 4)]) == "reproduced"
+    assert all_less([(1, 2), (4, 3)]) == "partly"
+    assert all_less([(2, 1), (4, 3)]) == "opposite"
+    assert all_less([(2, 2), (4, 3)]) == "not"  # equal is neither
+    assert all_less([(1.0, math.nan)]) == "reproduced"  # what diverged is worse than any number
+    assert all_less([(math.nan, math.inf)]) == "not"
+    assert Average(2.0, 1.0, 3.0).text(".1f") == "2.0 (1.0 to 3.0)"
+    assert Average(2.0, 2.001, 1.999).text(".1f") == "2.0"
 
 
 def test_a_claim_is_about_its_rows():
     claim = Claim("a", "A.", "-", OURS, lambda rows: ("not", str(len(rows))), dict(model=("x", "y"), width=4))
     rows = [dict(model=m, width=w, seed=s) for m in "xyz" for w in (4, 8) for s in (0, 1)]
     assert len(claim.rows(rows)) == 4
-    assert claims.seeds(claim.rows(rows)) == 2
-    assert claims.seeds([dict(seed=0, copy=n) for n in range(3)] + [dict(seed=0)]) == 3
+    assert claims.count_seeds(claim.rows(rows)) == 2
+    assert claims.count_seeds([dict(seed=0, copy=n) for n in range(3)] + [dict(seed=0)]) == 3

@@ -101,8 +101,8 @@ def _reproduce(names: list[str], device: str, data: Path | None, jobs: int, minu
     from rich.console import Console
 
     from fastweights.lab.engine.plans import check_data, plan
-    from fastweights.lab.engine.pool import run_all
     from fastweights.lab.engine.reproduce import finish
+    from fastweights.lab.engine.runner import run_all
     from fastweights.torch.devices import pick_device
 
     device = pick_device(device)

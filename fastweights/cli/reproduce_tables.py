@@ -75,7 +75,7 @@ def list_experiments(out: Path | None) -> None:
     All of it is computed from the results that are there.
     """
     from fastweights.lab.engine import scoreboard
-    from fastweights.lab.engine.experiment import about, docstring
+    from fastweights.lab.engine.experiment import docstring, section
 
     folder = scoreboard.folder_of_results(out)
     found = scoreboard.entries(folder)
@@ -83,7 +83,7 @@ def list_experiments(out: Path | None) -> None:
     for entry in found:
         say(f"{entry.name}  {entry.title}", "bold")
         say(f"  Paper: {entry.paper}", "dim")
-        say(f"  Cost: {about(docstring(entry.name), 'Cost')}", "dim")
+        say(f"  Cost: {section(docstring(entry.name), 'Cost')}", "dim")
         if entry.reason:
             say(f"  Not judged: {entry.reason}", "yellow")
         for j in entry.judged:

@@ -1,1 +1,1 @@
-"""What runs the experiments: plans, processes, results on disk, training steps and figures; knows no experiment."""
+"""What runs the experiments: plans, processes, results on disk, training, claims, figures; knows no experiment."""

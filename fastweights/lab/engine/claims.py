@@ -1,7 +1,7 @@
 """What a paper claims, as data: a sentence, its numbers with their source, and a judge that reads our results.
 
-A paper's file lists its claims in CLAIMS; whether an experiment succeeded, what `fastweights reproduce --list` says and
-the scoreboard in docs/results all come from `judge`, and nowhere is a verdict typed.
+The file of an experiment lists its claims in CLAIMS. Whether an experiment succeeded, what `fastweights reproduce
+--list` says and the scoreboard in docs/results all come from `judge`: nowhere is a verdict typed.
 """
 
 import math
@@ -14,7 +14,7 @@ from fastweights.lab.engine.results import Row
 
 Verdict = Literal["reproduced", "partly", "not", "opposite"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "opposite")
-Judge = Callable[[list[Row]], tuple[Verdict, str]]  # rows -> verdict, our numbers as text
+Judge = Callable[[list[Row]], tuple[Verdict, str]]  # from result rows to the verdict and our numbers as text
 OURS = "ours"  # source of a statement that no paper makes: a control, or a finding of this project
 
 
@@ -23,12 +23,12 @@ class Claim:
     """One sentence that results can support or contradict.
 
     Attributes:
-        id: short, unique within its experiment.
+        id: a name, unique within its experiment.
         says: the sentence.
         published: the paper's numbers, as text.
-        source: where they are from, or OURS.
-        judge: result rows -> the verdict and our numbers, as text.
-        where: fields (one value, or several) of the rows that the claim is about; seeds and size are counted on these.
+        source: the figure or table that these are from, or OURS.
+        judge: from result rows to the verdict and our numbers as text.
+        where: the rows that the claim is about, as {field: value, or tuple of values}; all rows when empty.
     """
 
     id: str
@@ -39,9 +39,9 @@ class Claim:
     where: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Those that the claim is about."""
-        wanted = {name: value if isinstance(value, tuple) else (value,) for name, value in self.where.items()}
-        return [row for row in rows if all(row.get(name) in values for name, values in wanted.items())]
+        """Those of the rows that the claim is about."""
+        values = {name: value if isinstance(value, tuple) else (value,) for name, value in self.where.items()}
+        return [row for row in rows if all(row.get(name) in values[name] for name in values)]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Judgement:
     """What our results say about a claim.
 
     Attributes:
-        claim: the sentence.
-        verdict: "reproduced", "partly", "not" or "opposite".
+        claim: the claim.
+        verdict: one of VERDICTS.
         ours: our numbers, as text.
-        seeds: how many the numbers are means of.
-        size: how large the experiment was.
+        seeds: number of seeds in the rows that the claim is about.
+        size: of the models and their training, as text.
     """
 
     claim: Claim
@@ -64,84 +64,78 @@ class Judgement:
 
     def __str__(self) -> str:
         claim = self.claim
-        beside = "" if claim.source == OURS else f" [{claim.published}; {claim.source}]"
-        return f"{claim.says} Ours: {self.ours}{beside}"
+        published = "" if claim.source == OURS else f" [{claim.published}; {claim.source}]"
+        return f"{claim.says} Ours: {self.ours}{published}"
 
 
 def judge(module: ModuleType, rows: list[Row]) -> list[Judgement]:
-    """The claims of an experiment on all its result rows, in the order of its file.
+    """Judgements of all claims of an experiment, in the order of its file.
 
-    Each judge sees the rows that its claim is about, and nothing else.
+    Args:
+        module: of the experiment.
+        rows: all its result rows; the judge of a claim sees the rows that the claim is about, and nothing else.
     """
-    judged = []
+    judgements = []
     for claim in module.CLAIMS:
         chosen = claim.rows(rows)
         verdict, ours = claim.judge(chosen)
         assert verdict in VERDICTS, verdict
-        judged.append(Judgement(claim, verdict, ours, seeds(chosen), module.size(chosen)))
-    return judged
+        judgements.append(Judgement(claim, verdict, ours, count_seeds(chosen), module.size(chosen)))
+    return judgements
 
 
 def check(module: ModuleType, rows: list[Row], smoke: bool) -> tuple[list[str], list[str]]:
-    """(what holds, what does not) as sentences: the claims, or with SMOKE settings whatever such a run can show.
+    """Check the results of an experiment against its claims, or those of a smoke run against `check_smoke`.
 
     Args:
-        module: of the experiment, with its CLAIMS.
-        rows: of its CSV.
-        smoke: whether they are of a run at tiny sizes.
+        module: of the experiment.
+        rows: all its result rows.
+        smoke: whether they are of SMOKE settings, at which sizes the claims need not hold.
+
+    Returns:
+        Sentences that hold (claims that are reproduced), and sentences that do not.
     """
     if smoke:
         try:
             return module.check_smoke(rows), []
         except AssertionError as error:
             return [], [str(error)]
-    judged = judge(module, rows)
-    whole, rest = (["reproduced"], ["partly", "not", "opposite"])
-    confirmed, failed = ([f"{j.verdict}: {j}" for j in judged if j.verdict in some] for some in (whole, rest))
+    confirmed: list[str] = []
+    failed: list[str] = []
+    for judgement in judge(module, rows):
+        sentences = confirmed if judgement.verdict == "reproduced" else failed
+        sentences.append(f"{judgement.verdict}: {judgement}")
     return confirmed, failed
 
 
-def seeds(rows: list[Row]) -> int:
-    """How many seeds the rows have: of arms, or of copies of a model that an arm trains side by side."""
+def count_seeds(rows: list[Row]) -> int:
+    """How many seeds the rows have: of arms, or of the copies of a model that an arm trains side by side."""
     copies = {(row["seed"], row["copy"]) for row in rows if "copy" in row}
     return len(copies or {row["seed"] for row in rows})
 
 
-def held(conditions: Iterable[bool]) -> Verdict:
-    """reproduced when all hold, not when none does, else partly.
+def all_hold(conditions: Iterable[bool]) -> Verdict:
+    """The verdict "reproduced" when all conditions hold, "not" when none does, "partly" otherwise.
 
     Examples:
-        >>> held([True, False]), held([False, False])
+        >>> all_hold([True, False]), all_hold([False, False])
         ('partly', 'not')
     """
-    found = list(conditions)
-    return "reproduced" if all(found) else "partly" if any(found) else "not"
+    results = list(conditions)
+    if all(results):
+        return "reproduced"
+    return "partly" if any(results) else "not"
 
 
-def less(pairs: Iterable[tuple[float, float]]) -> Verdict:
-    """The claim is that the first of each pair is less than the second: opposite when it is so nowhere.
+def all_less(pairs: Iterable[tuple[float, float]]) -> Verdict:
+    """The verdict on the claim that the first number of each pair is less than the second.
 
-    A number that is not finite counts as infinitely large.
-
-        >>> less([(1.0, 2.0), (3.0, float("nan"))]), less([(2.0, 1.0)])
-        ('reproduced', 'opposite')
-    """
-    finite = [tuple(x if math.isfinite(x) else math.inf for x in pair) for pair in pairs]
-    verdict = held(a < b for a, b in finite)
-    return "opposite" if verdict == "not" and all(a > b for a, b in finite) else verdict
-
-
-def spread(mean_low_high: tuple[float, float, float], form: str = ".3g", unit: float = 1.0) -> str:
-    """A mean with the lowest and highest seed, or the mean alone where they are the same.
-
-    Args:
-        mean_low_high: over seeds.
-        form: how a number is written.
-        unit: what numbers are multiplied with, such as 100 for percent.
+    "opposite" when it is greater in all pairs; otherwise as `all_hold`. A number that is not finite counts as infinite.
 
     Examples:
-        >>> spread((22.93, 5.49, 40.4)), spread((0.5, 0.5, 0.5))
-        ('22.9 (5.49 to 40.4)', '0.5')
+        >>> all_less([(1.0, 2.0), (3.0, float("nan"))]), all_less([(2.0, 1.0)])
+        ('reproduced', 'opposite')
     """
-    mean, low, high = (format(unit * x, form) for x in mean_low_high)
-    return mean if low == high else f"{mean} ({low} to {high})"
+    numbers = [tuple(x if math.isfinite(x) else math.inf for x in pair) for pair in pairs]
+    verdict = all_hold(a < b for a, b in numbers)
+    return "opposite" if verdict == "not" and all(a > b for a, b in numbers) else verdict

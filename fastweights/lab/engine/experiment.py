@@ -1,4 +1,4 @@
-"""An experiment: the file that defines it, what its docstring says, and the run of one of its arms."""
+"""An experiment: the module that defines it, what its docstring says, and the run of one of its arms."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ from types import ModuleType
 
 from fastweights.core import FastWeightError
 from fastweights.lab import EXPERIMENTS
-from fastweights.lab.engine.results import Arm, Row, key
+from fastweights.lab.engine.results import Arm, Row, arm_key
 
 
 class OutOfTime(Exception):
@@ -21,16 +21,16 @@ class OutOfTime(Exception):
 
 @dataclass
 class Report:
-    """What an arm is given to talk through: `report(fraction, text)` says how far it is.
+    """How a running arm says how far it is, `report(fraction, text)`, and what the command line tells it.
 
     Attributes:
-        tell: where that goes.
-        data: folder of the user's data, or None.
-        smoke: whether these are SMOKE settings.
-        deadline: time.monotonic() at which to stop; after it, `report(...)` raises OutOfTime.
+        show: called with the fraction of the arm that is done, from 0 to 1, and a line about it.
+        data: folder of the user's corpora (--data), or None.
+        smoke: whether the settings are SMOKE.
+        deadline: time.monotonic() at which to stop; a call of the report after it raises OutOfTime.
     """
 
-    tell: Callable[[float, str], None] = lambda fraction, text: None
+    show: Callable[[float, str], None] = lambda fraction, text: None
     data: Path | None = None
     smoke: bool = False
     deadline: float = float("inf")
@@ -38,16 +38,11 @@ class Report:
     def __call__(self, fraction: float, text: str = "") -> None:
         if time.monotonic() > self.deadline:
             raise OutOfTime
-        self.tell(min(1.0, max(0.0, fraction)), text)
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the deadline: an arm that can return less, but sound, rows may ask and stop early."""
-        return self.deadline - time.monotonic()
+        self.show(min(1.0, max(0.0, fraction)), text)
 
 
 def load(name: str) -> ModuleType:
-    """The experiment's module."""
+    """The module of papers/ that defines the experiment of this name."""
     if name not in EXPERIMENTS:
         raise FastWeightError(f"experiment is {name!r}; expected one of {', '.join(EXPERIMENTS)}")
     module = f"fastweights.lab.papers.{name.replace('-', '_')}"
@@ -56,40 +51,52 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = True) -> tuple[list[Row], float]:
-    """The rows of one arm and the seconds it took. The same arm gives the same rows: it is seeded by what it is.
+def run_arm(name: str, arm: Arm, device: str, report: Report, *, capture: bool = True) -> tuple[list[Row], float]:
+    """Run one arm. The same arm gives the same rows: all random numbers are seeded by its fields.
 
     Args:
-        name, arm: what to run.
+        name: of the experiment.
+        arm: one of its arms.
         device: "cpu" or "cuda".
-        report: hears how far it is.
-        record: whether steps on a GPU may be recorded and replayed.
+        report: hears how far the arm is.
+        capture: whether training steps on a GPU may be captured as CUDA graphs (cuda_graphs.py).
+
+    Returns:
+        The arm's rows, and the seconds that it took.
     """
     import torch
 
-    from fastweights.lab.engine import replay
+    from fastweights.lab.engine import cuda_graphs
 
-    replay.recording = record
-    replay.free()  # what the arm before left
+    cuda_graphs.enabled = capture
+    cuda_graphs.release_memory()  # of the graphs of the arm before
     torch.manual_seed(int(arm.get("seed", 0)))
-    random.seed(key(arm))
-    began = time.perf_counter()
+    random.seed(arm_key(arm))
+    start = time.perf_counter()
     rows = load(name).run(dict(arm), device=device, report=report)
-    return rows, time.perf_counter() - began
+    return rows, time.perf_counter() - start
 
 
 def docstring(name: str) -> str:
-    """What the experiment's file says about itself, without importing it; empty when there is no such file."""
+    """The docstring of the experiment's file, which is read and not imported; empty when there is no such file."""
     path = Path(__file__).parent.parent / "papers" / f"{name.replace('-', '_')}.py"
     return (ast.get_docstring(ast.parse(path.read_text())) or "") if path.exists() else ""
 
 
-def about(text: str, heading: str) -> str:
-    """What a docstring says after `heading:`, such as Claim or Cost, on one line."""
-    found: list[str] = []
+def section(text: str, heading: str) -> str:
+    """What a docstring says after `heading:` (Paper, Claim, Cost or Differs), indented lines joined to one.
+
+    Examples:
+        >>> section("Capacity.\\n\\nPaper: Schlag,\\n    Irie 2021.\\nClaim: It is full.", "Paper")
+        'Schlag, Irie 2021.'
+    """
+    lines: list[str] = []
     for line in text.splitlines():
-        if found and (not line.strip() or not line.startswith(" ")):
+        if not lines:
+            if line.startswith(f"{heading}:"):
+                lines.append(line.removeprefix(f"{heading}:").strip())
+        elif line.startswith(" ") and line.strip():
+            lines.append(line.strip())
+        else:
             break
-        if found or line.startswith(f"{heading}:"):
-            found.append(line.removeprefix(f"{heading}:").strip())
-    return " ".join(found)
+    return " ".join(lines)

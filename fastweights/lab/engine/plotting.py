@@ -1,16 +1,16 @@
-"""One look for all figures: ours solid, the paper's dashed, the same colour for the same thing everywhere."""
+"""Figures of the experiments in one style: our numbers solid, published ones dashed, one colour for each model."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastweights.files import replacing
 
-INK, FAINT, PAPER = "#1f2430", "#d9dde5", "#8a93a5"
+INK, GREY, FAINT = "#1f2430", "#8a93a5", "#d9dde5"  # lines and text; axes and notes; grids
 PALETTE = ("#2f6fde", "#e4572e", "#17a398", "#8e5bd0", "#e0a100", "#d6457f", "#4f9d3a", "#7a5c3e", "#3aa6d8", "#5b6472")
 
-# The same model, rule or norm has the same colour in every figure.
+# By model, rule or norm, which has the same colour in every figure
 COLOURS = {
     "softmax": INK, "transformer": INK, "attention": "#e4572e", "elu+1": "#e4572e", "linear": "#e4572e",
     "dpfp-1": "#9cc3f5", "dpfp-2": "#5b97ea", "dpfp-3": "#1f4fb0",
@@ -24,7 +24,7 @@ STYLE: dict[str, Any] = {
     "figure.dpi": 150, "savefig.dpi": 150, "figure.constrained_layout.use": True, "savefig.bbox": "tight",
     "font.family": "sans-serif", "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.titlepad": 10, "axes.labelsize": 10, "axes.labelcolor": INK,
-    "axes.edgecolor": PAPER, "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": GREY, "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.6, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.frameon": False,
     "legend.handlelength": 3.0,
@@ -43,16 +43,20 @@ def figure(
     note: str = "",
     share_y: bool = False,
 ) -> Iterator[Any]:
-    """Axes to draw on (one, or an array of them), saved as PNG at the end.
+    """Axes to draw on, saved as PNG when the context ends.
 
         with figure(path, 2, title="Capacity") as (left, right): left.plot(...)
 
     Args:
         path: of the PNG, which is whole or absent.
-        columns, rows: of panels.
-        size: of one panel, in inches.
-        title, note: above and below all panels.
-        share_y: one axis for all panels of a row.
+        columns, rows: number of panels.
+        size: width and height of one panel, in inches.
+        title: above all panels.
+        note: below all panels, small.
+        share_y: whether the panels of a row share one y axis.
+
+    Yields:
+        Matplotlib's axes: one for a single panel, otherwise an array of them.
     """
     import matplotlib
 
@@ -61,21 +65,21 @@ def figure(
 
     path = Path(path)
     with pyplot.rc_context(STYLE):  # type: ignore[arg-type]
-        drawn, axes = pyplot.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), sharey=share_y)
+        drawing, axes = pyplot.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), sharey=share_y)
         try:
             yield axes
             if title:
-                drawn.suptitle(title, x=0.01, ha="left", fontsize=13.5, fontweight="bold")
+                drawing.suptitle(title, x=0.01, ha="left", fontsize=13.5, fontweight="bold")
             if note:
-                drawn.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color=PAPER)
+                drawing.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color=GREY)
             with replacing(path) as temporary:
-                drawn.savefig(temporary, metadata={"Software": None})
+                drawing.savefig(temporary, metadata={"Software": None})
         finally:
-            pyplot.close(drawn)
+            pyplot.close(drawing)
 
 
 def colour(name: str, position: int = 0) -> str:
-    """The colour of a model, rule or feature map; others take turns."""
+    """The colour of a model, rule or norm; for a name without one, that of its position in PALETTE."""
     return COLOURS.get(name, PALETTE[position % len(PALETTE)])
 
 
@@ -91,61 +95,55 @@ def curve(
     dashed: bool = False,
     width: float = 2.0,
 ) -> None:
-    """Ours: a solid line with dots.
+    """Draw a curve of our numbers: a line with markers.
 
     Args:
         axes: to draw on.
         x, y: points.
         label: in the legend.
         color, marker, dashed, width: of the line.
-        band: (lows, highs), such as the range over seeds, shaded.
+        band: (lows, highs) to shade, such as the range over seeds.
     """
     if band is not None:
         axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
     axes.plot(x, y, marker=marker, color=color, label=label, linestyle="--" if dashed else "-", linewidth=width)
 
 
-def paper(axes: Any, x: Sequence, y: Sequence, *, color: str = PAPER, label: str = "") -> None:
-    """The paper's: dashed, thin, without dots."""
-    axes.plot(x, y, linestyle=(0, (4, 2.5)), linewidth=1.2, color=color, alpha=0.85, label=label, zorder=1.5)
+def published_curve(axes: Any, x: Sequence, y: Sequence, *, color: str = GREY) -> None:
+    """Draw a curve of a paper's numbers: dashed and thin, without markers, behind ours."""
+    axes.plot(x, y, linestyle=(0, (4, 2.5)), linewidth=1.2, color=color, alpha=0.85, zorder=1.5)
 
 
 def bars(
-    axes: Any,
-    labels: Iterable[str],
-    values: Sequence[float],
-    *,
-    published: Sequence[float | None] | None = None,
-    colors: Sequence[str] | None = None,
-    form: str = "{:.2f}",
+    axes: Any, labels: Sequence[str], values: Sequence[float], *, colors: Sequence[str], form: str = ".2f"
 ) -> None:
-    """Horizontal bars with their numbers; the paper's number is a line across its bar.
+    """Draw horizontal bars, the first on top, each with its number.
 
     Args:
         axes: to draw on.
-        labels, values: of the bars, from above.
-        published: the paper's numbers, None where it has none.
-        colors: one per bar; those of the labels when absent.
-        form: of the numbers.
+        labels, values, colors: of the bars.
+        form: how a number is written, as for `format`.
     """
-    names = list(labels)
-    at = list(range(len(names)))[::-1]
-    axes.barh(at, values, color=colors or [colour(n, i) for i, n in enumerate(names)], height=0.68)
-    axes.set_yticks(at, names)
+    heights = list(range(len(labels)))[::-1]
+    axes.barh(heights, values, color=colors, height=0.68)
+    axes.set_yticks(heights, labels)
     axes.grid(axis="y", visible=False)
-    for y, value in zip(at, values, strict=True):
-        axes.annotate(" " + form.format(value), (value, y), va="center", fontsize=8.5)
-    for y, line in zip(at, published or [None] * len(at), strict=True):
-        if line is not None:
-            axes.plot([line, line], [y - 0.42, y + 0.42], color=INK, linewidth=1.6, linestyle=(0, (2, 1)))
+    for y, value in zip(heights, values, strict=True):
+        axes.annotate(f" {value:{form}}", (value, y), va="center", fontsize=8.5)
 
 
-def key(axes: Any, published: bool = True, **legend: Any) -> None:
-    """The legend, with one entry that says what dashes are."""
+def legend(axes: Any, published: bool = True, **options: Any) -> None:
+    """Draw the legend.
+
+    Args:
+        axes: to draw on.
+        published: whether an entry says that dashed curves are as published.
+        options: of Matplotlib's `legend`, such as loc.
+    """
     handles, labels = axes.get_legend_handles_labels()
     if published:
         from matplotlib.lines import Line2D
 
-        handles.append(Line2D([], [], color=PAPER, linewidth=1.2, linestyle=(0, (4, 2.5))))
+        handles.append(Line2D([], [], color=GREY, linewidth=1.2, linestyle=(0, (4, 2.5))))
         labels.append("as published")
-    axes.legend(handles, labels, **legend)
+    axes.legend(handles, labels, **options)

@@ -1,6 +1,11 @@
-"""Processes that are given arms of experiments, one at a time, and only compute: what they find comes back by a pipe.
+"""Processes that are given arms of experiments, one at a time, and only compute: rows come back through a pipe.
 
-An arm that failed is tried once more where its neighbours on a GPU may be to blame.
+The messages of a process, each a tuple that starts with its kind:
+
+    ("progress", fraction, text)      how far its arm is
+    ("rows", rows, seconds)           its arm is finished
+    ("error", traceback)              its arm failed; the process ends
+    ("out of time",)                  the deadline has passed; the process ends
 """
 
 import multiprocessing
@@ -19,143 +24,153 @@ from fastweights.lab.engine.plans import Plan
 from fastweights.lab.engine.results import Arm
 
 Task = tuple[Plan, Arm]
-Tell = Callable[[int, float, str], None]
+ShowProgress = Callable[[int, float, str], None]  # process, fraction of its arm, and a line about it
+DONE = -1.0  # in the place of a fraction: the arm is finished, or has failed
+INTERVAL = 0.3  # seconds between two messages of progress
 
 
-class Pool:
+class ProcessPool:
     """Processes that are given one arm at a time, each through a pipe of its own.
 
-    A process that failed is replaced: a GPU's error may have left it unable to do anything. There its arm is tried once
-    more, the last of all and without recording (replay.py).
+    A process that failed is replaced, since an error of a GPU may have left it unable to do anything. On a GPU its
+    neighbours may be to blame, so the arm is tried once more there, after all others and without CUDA graphs.
+
+    Args:
+        tasks: the arms to run, in this order.
+        device: "cpu" or "cuda".
+        data: folder of the user's corpora, or None.
+        deadline: time.monotonic() at which to stop.
+        show: hears the progress of each process.
     """
 
-    def __init__(self, tasks: list[Task], device: str, data: Path | None, deadline: float, tell: Tell):
-        self.tasks, self.device, self.how, self.tell = tasks, device, (device, data, deadline), tell
-        self.waiting = deque(range(len(tasks)))
-        self.failed: dict[int, str] = {}
+    def __init__(self, tasks: list[Task], device: str, data: Path | None, deadline: float, show: ShowProgress):
+        self.tasks, self.device, self.data, self.deadline, self.show = tasks, device, data, deadline, show
+        self.waiting = deque(range(len(tasks)))  # indices of tasks that no process has been given
+        self.errors: dict[int, str] = {}  # by the index of the task that failed
         self.context = multiprocessing.get_context("spawn")
-        self.processes: dict[Any, tuple[int, Any]] = {}  # by the pipe's end here
-        self.given: dict[Any, int | None] = {}
+        self.processes: dict[Any, tuple[int, Any]] = {}  # (number, process) by this side's end of its pipe
+        self.current: dict[Any, int | None] = {}  # index of the task that is running, by the same
 
     def run(self, jobs: int) -> list[str]:
-        """Give arms to processes until none is left; returns what broke."""
+        """Run all tasks in `jobs` processes and keep their results; returns the errors, as text."""
         pipe: Any
         try:
-            for n in range(jobs):
-                self._start(n)
+            for number in range(jobs):
+                self._start(number)
             while self.processes:
-                # A pipe speaks when its process has something to say, and ends when the process does.
+                # A pipe is ready when its process has sent a message, and when the process has ended.
                 for pipe in multiprocessing.connection.wait(list(self.processes)):
                     try:
-                        kind, *what = pipe.recv()
+                        kind, *content = pipe.recv()
                     except (EOFError, OSError):
                         self._ended(pipe)
                     else:
-                        self._heard(pipe, kind, what)
+                        self._received(pipe, kind, content)
         finally:
             for _, process in self.processes.values():
                 process.terminate()
                 process.join()
         return [
-            f"{plan.name}, {describe(arm)}:\n{self.failed[i]}"
+            f"{plan.name}, {describe(arm)}:\n{self.errors[i]}"
             for i, (plan, arm) in enumerate(self.tasks)
-            if i in self.failed
+            if i in self.errors
         ]
 
-    def _start(self, n: int) -> None:
-        """Start process n and give it an arm."""
-        ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_work, args=(theirs, *self.how), daemon=True)
+    def _start(self, number: int) -> None:
+        """Start process `number` and give it a task."""
+        pipe, its_end = self.context.Pipe()
+        arguments = (its_end, self.device, self.data, self.deadline)
+        process = self.context.Process(target=_run_tasks, args=arguments, daemon=True)
         process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
-        self.processes[ours] = n, process
-        self._give(ours)
+        its_end.close()  # so that the end of the process is the end of the pipe
+        self.processes[pipe] = number, process
+        self._send_task(pipe)
 
-    def _give(self, pipe: Any) -> None:
-        """Send the next arm through a pipe, or None, which ends the process."""
-        i = self.given[pipe] = self.waiting.popleft() if self.waiting else None
-        plan, arm = self.tasks[i] if i is not None else (None, None)
-        with suppress(OSError):  # it has ended, which the pipe will say
-            pipe.send(None if plan is None else (plan.name, arm, plan.smoke, i not in self.failed))
+    def _send_task(self, pipe: Any) -> None:
+        """Send the next task through a pipe, or None, which ends the process."""
+        i = self.current[pipe] = self.waiting.popleft() if self.waiting else None
+        message = None
+        if i is not None:
+            plan, arm = self.tasks[i]
+            capture = i not in self.errors
+            message = plan.name, arm, plan.smoke, capture
+        with suppress(OSError):  # the process has ended, which the pipe will say
+            pipe.send(message)
 
-    def _heard(self, pipe: Any, kind: str, what: list) -> None:
-        """What a process said: how far it is ("far"), rows of an arm ("rows"), an error ("broke"), or that time is
-        up ("late").
-        """
-        n, i = self.processes[pipe][0], self.given[pipe]
-        if kind == "far":
-            self.tell(n, *what)
-        elif kind == "late":
-            self.given[pipe], self.waiting = None, deque()
+    def _received(self, pipe: Any, kind: str, content: list) -> None:
+        """Act on a message of a process; the kinds are listed at the top of this file."""
+        number, i = self.processes[pipe][0], self.current[pipe]
+        if kind == "progress":
+            self.show(number, *content)
+        elif kind == "out of time":
+            self.current[pipe], self.waiting = None, deque()
         elif i is not None:
             plan, arm = self.tasks[i]
             if kind == "rows":
-                plan.results.add(arm, *what)
-                self.failed.pop(i, None)
-                self.tell(n, -1.0, f"{plan.name}: {describe(arm)}")
-                self._give(pipe)
+                plan.results.add(arm, *content)
+                self.errors.pop(i, None)
+                self.show(number, DONE, f"{plan.name}: {describe(arm)}")
+                self._send_task(pipe)
             else:
-                self.given[pipe] = None
-                self._broke(n, i, *what)
+                self.current[pipe] = None
+                self._failed(number, i, *content)
 
-    def _broke(self, n: int, i: int, why: str) -> None:
-        """Note why arm i failed, and let it wait for another try where one is worth it."""
+    def _failed(self, number: int, i: int, error: str) -> None:
+        """Note the error of task i in process `number`, and let the task wait for another try where it gets one."""
         plan, arm = self.tasks[i]
-        # On a GPU the neighbours of a failing process may be to blame, so an arm gets a second chance.
-        again = self.device != "cpu" and i not in self.failed
-        self.failed[i] = why
-        if again:
+        try_again = self.device != "cpu" and i not in self.errors
+        self.errors[i] = error
+        if try_again:
             self.waiting.append(i)
         else:
-            self.tell(n, -1.0, f"{plan.name}: {describe(arm)}: FAILED: {why.strip().splitlines()[-1]}")
+            self.show(number, DONE, f"{plan.name}: {describe(arm)}: FAILED: {error.strip().splitlines()[-1]}")
 
     def _ended(self, pipe: Any) -> None:
-        """A process has ended: on its own, which counts as a failure of its arm, or after one; start another if arms
-        wait.
-        """
-        (n, process), i = self.processes.pop(pipe), self.given.pop(pipe)
+        """A process has ended; if it had a task, that has failed. Start another process if tasks wait."""
+        (number, process), i = self.processes.pop(pipe), self.current.pop(pipe)
         process.join()
         pipe.close()
         if i is not None:
-            self._broke(n, i, f"its process died with exit code {process.exitcode}")
+            self._failed(number, i, f"its process died with exit code {process.exitcode}")
         if self.waiting:
-            self._start(n)
+            self._start(number)
 
 
-def _work(pipe: Any, device: str, data: Path | None, deadline: float) -> None:
-    """One process: arms until there are none, the time is over or one fails.
+def _run_tasks(pipe: Any, device: str, data: Path | None, deadline: float) -> None:
+    """The main function of a process: run tasks until None comes, the time is over or one fails.
 
     Args:
-        pipe: arms come in, and what becomes of them goes out.
-        device, data, deadline: as for `Report` and `run_arm`.
+        pipe: tasks come in, messages go out.
+        device: "cpu" or "cuda".
+        data: folder of the user's corpora, or None.
+        deadline: time.monotonic() at which to stop; that clock is the same for all processes of a machine.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     last = 0.0
 
-    def tell(fraction: float, text: str) -> None:
+    def show(fraction: float, text: str) -> None:
         nonlocal last
-        if time.monotonic() - last > 0.3:
+        if time.monotonic() - last > INTERVAL:
             last = time.monotonic()
-            pipe.send(("far", fraction, text))
+            pipe.send(("progress", fraction, text))
 
-    # Arms until None comes; an error ends the process, since it may have left the GPU in a bad state.
     while (task := pipe.recv()) is not None:
-        name, arm, smoke, record = task
-        report = Report(named(name, tell), data, smoke, deadline)  # time.monotonic() is one for a machine's processes
+        name, arm, smoke, capture = task
+        report = Report(with_name(name, show), data, smoke, deadline)
         try:
             report(0.0, describe(arm))
-            pipe.send(("rows", *run_arm(name, arm, device, report, record=record)))
+            pipe.send(("rows", *run_arm(name, arm, device, report, capture=capture)))
         except OutOfTime:
-            return pipe.send(("late",))
-        except Exception:
-            return pipe.send(("broke", traceback.format_exc()))
+            return pipe.send(("out of time",))
+        except Exception:  # which may have left the GPU in a bad state, so the process ends
+            return pipe.send(("error", traceback.format_exc()))
 
 
-def named(name: str, tell: Callable[[float, str], None]) -> Callable[[float, str], None]:
-    """A function like tell that says the experiment's name first."""
-    return lambda fraction, text: tell(fraction, f"{name}: {text}")
+def with_name(name: str, show: Callable[[float, str], None]) -> Callable[[float, str], None]:
+    """`show` with the experiment's name before each text."""
+    return lambda fraction, text: show(fraction, f"{name}: {text}")
 
 
 def describe(arm: Arm) -> str:
-    """Its values, short enough for a line."""
+    """The values of an arm, short enough for a line."""
     return " ".join(str(value) for value in arm.values())[:60]

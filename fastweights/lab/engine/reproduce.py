@@ -1,7 +1,7 @@
-"""An experiment from its missing arms to its table, figure and verdict: `fastweights reproduce` as a function.
+"""An experiment from its missing arms to its table, figure and verdicts: `fastweights reproduce` as a function.
 
-Results of an arm are one line of DIR/NAME.jsonl the moment it is done, so an interrupted run goes on where it stopped;
-when all is done they become DIR/NAME.csv and DIR/NAME.png.
+The results of an arm are a line of DIR/NAME.jsonl the moment it is finished, so an interrupted run goes on where it
+stopped; at the end they become DIR/NAME.csv and DIR/NAME.png.
 """
 
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from pathlib import Path
 
 from fastweights.lab.engine.claims import check
 from fastweights.lab.engine.plans import Plan, check_data, plan
-from fastweights.lab.engine.pool import run_all
 from fastweights.lab.engine.results import Row
+from fastweights.lab.engine.runner import run_all
 
 
 @dataclass
 class Outcome:
-    """What came of an experiment.
+    """The outcome of an experiment.
 
     Attributes:
         name: of the experiment.
         rows: all results that there are.
-        missing: arms without results; nothing is judged while there are any.
-        confirmed: what `check` says holds.
-        failed: what does not, or what broke.
+        missing: number of arms without results; while there are any, nothing is checked.
+        confirmed: sentences that the results confirm (`claims.check`).
+        failed: sentences that they do not confirm, and errors of arms.
         files: that were written.
     """
 
@@ -35,7 +35,10 @@ class Outcome:
 
 
 def finish(plan: Plan) -> Outcome:
-    """The CSV, the figure and the verdict of what there is. A --part leaves them to the run that has all parts."""
+    """Write the CSV and the figure of the results that there are, and check the claims if all arms are finished.
+
+    With --part nothing is written: that is left to the run that finds the results of all parts.
+    """
     outcome = Outcome(plan.name, plan.rows, len(plan.missing(plan.arms)))
     if plan.results.part or not plan.rows:
         return outcome
@@ -61,7 +64,7 @@ def reproduce(
     part: str = "",
     minutes: float | None = None,
 ) -> Outcome:
-    """Run what is missing of one experiment: the command as a function, without a display.
+    """Run the missing arms of one experiment and finish it, without a display.
 
     Args:
         name: one of EXPERIMENTS.

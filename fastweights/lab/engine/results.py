@@ -1,32 +1,41 @@
-"""Results of an experiment on disk: a line per arm while it runs, a table at the end; never half written."""
+"""Results of an experiment on disk: one line per arm while it runs, one CSV table at the end; never half written.
+
+docs/results/overwrite.jsonl          a line per finished arm: {"arm": {...}, "rows": [{...}, ...]}
+docs/results/overwrite.2-of-8.jsonl   the same of a part that ran by itself (--part 2/8)
+docs/results/overwrite.csv            all rows, once `Results.write_csv` is called; the lines are then deleted
+"""
 
 import csv
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fastweights.core import FastWeightError
 from fastweights.files import read_text, write_text
 
-Arm = dict[str, Any]
-Row = dict[str, Any]
+Arm = dict[str, Any]  # settings of one unit of work, such as dict(model="delta", S=20, steps=1000, seed=0)
+Row = dict[str, Any]  # fields of one result: those of its arm, and what was measured
 TABLE = "a table of `fastweights reproduce`, whose last column says which arm a row is of"
 LINES = "lines of `fastweights reproduce`, each an arm and its rows"
 
 
-def key(arm: Arm) -> str:
-    """What identifies an arm: a short hash of its fields. Another setting is another arm, and runs again."""
+def arm_key(arm: Arm) -> str:
+    """A short hash of an arm's fields, which identifies the arm. Another setting is another arm, and runs again."""
     return hashlib.sha256(json.dumps(arm, sort_keys=True).encode()).hexdigest()[:10]
 
 
 class Results:
-    """The arms of one experiment that are done: `results[key]` is the rows of an arm, each with the arm's own fields.
+    """The finished arms of one experiment: `results[key]` is the rows of the arm with that `arm_key`.
 
-    They are in FOLDER/NAME.jsonl, and in FOLDER/NAME.PART.jsonl of the parts that ran by themselves.
+    Each row has the fields of its arm, of its measurement, and `seconds`.
+
+    Args:
+        folder: where the files are; made if need be.
+        name: of the experiment.
+        part: suffix of the file of lines where only a part of the arms runs here; all files of the folder are read.
     """
 
     def __init__(self, folder: Path, name: str, part: str = ""):
@@ -36,94 +45,99 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FastWeightError(f"cannot write to {folder}: {error.strerror}") from None
-        self.done: dict[str, list[Row]] = {}
-        for path in [folder / f"{name}.csv", *sorted(folder.glob(f"{name}.*jsonl"))]:
-            if path.exists():
-                self.done |= read_csv(path) if path.suffix == ".csv" else read_lines(path)
+        self.rows_by_arm: dict[str, list[Row]] = {}
+        table = folder / f"{name}.csv"
+        if table.exists():
+            self.rows_by_arm |= read_csv(table)
+        for path in sorted(folder.glob(f"{name}.*jsonl")):
+            self.rows_by_arm |= read_lines(path)
 
     def __contains__(self, key: str) -> bool:
-        return key in self.done
+        return key in self.rows_by_arm
 
     def __getitem__(self, key: str) -> list[Row]:
-        return self.done[key]
+        return self.rows_by_arm[key]
 
     def add(self, arm: Arm, rows: list[Row], seconds: float) -> None:
-        """Keep the rows of an arm, on disk before this returns.
+        """Keep the rows of a finished arm; they are on disk when this returns.
 
         Args:
-            arm: what was run; its fields are added to every row.
-            rows: what came of it.
-            seconds: that it took.
+            arm: the arm, whose fields are added to every row.
+            rows: what was measured.
+            seconds: how long the arm took.
         """
         if clash := sorted(set(arm) & {name for row in rows for name in row}):
             raise FastWeightError(f"{self.name}: rows have {', '.join(clash)}, which the arm has; expected other names")
-        whole = [arm | row | {"seconds": round(seconds, 2)} for row in rows]
-        # A line that a kill cut off must not swallow the next one.
-        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        line = json.dumps({"arm": arm, "rows": whole}) + "\n"
+        full_rows = [arm | row | {"seconds": round(seconds, 2)} for row in rows]
+        # A last line that a killed process left without its end must not swallow the new one.
+        last_line_is_cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        line = json.dumps({"arm": arm, "rows": full_rows}) + "\n"
         with open(self.path, "a") as file:
-            file.write("\n" * torn + line)
+            file.write("\n" + line if last_line_is_cut else line)
             file.flush()
             os.fsync(file.fileno())
-        self.done[key(arm)] = whole
+        self.rows_by_arm[arm_key(arm)] = full_rows
 
     def write_csv(self) -> Path:
-        """All of it as FOLDER/NAME.csv, which then holds what the lines held."""
+        """Write all rows to FOLDER/NAME.csv, and delete the files of lines, whose rows the table now holds."""
         path = self.folder / f"{self.name}.csv"
-        write_text(path, to_csv(self.done))
+        write_text(path, to_csv(self.rows_by_arm))
         for lines in self.folder.glob(f"{self.name}.*jsonl"):
             lines.unlink()
         return path
 
 
 def read_lines(path: Path) -> dict[str, list[Row]]:
-    """{key of an arm: its rows} of a file of lines; a line that a kill cut off is left out."""
-    done = {}
+    """{key of an arm: its rows} of a file of lines; a line that a killed process cut off is left out."""
+    rows_by_arm = {}
     for line in read_text(path, LINES).splitlines():
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError):  # cut off by a kill: that arm runs again
+        except (ValueError, RecursionError):  # cut off: that arm runs again
             continue
         arm, rows = (entry.get("arm"), entry.get("rows")) if isinstance(entry, dict) else (None, None)
         if not isinstance(arm, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise FastWeightError(f"{path} has a line {line[:60]!r}; expected {LINES}")
-        done[key(arm)] = rows
-    return done
+        rows_by_arm[arm_key(arm)] = rows
+    return rows_by_arm
 
 
-def to_csv(done: dict[str, list[Row]]) -> str:
-    """Every field of any row, empty where a row has none; the last column says which arm it is of."""
-    columns = list(dict.fromkeys(c for rows in done.values() for row in rows for c in row))
+def to_csv(rows_by_arm: dict[str, list[Row]]) -> str:
+    """Rows as CSV: a column for every field of any row, and a last one, arm, for the key of the arm."""
+    columns = list(dict.fromkeys(name for rows in rows_by_arm.values() for row in rows for name in row))
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow([*columns, "arm"])
-    for arm, rows in done.items():
+    for key, rows in rows_by_arm.items():
         for row in rows:
-            table.writerow([*(_cell(row.get(c)) for c in columns), arm])
+            table.writerow([*(_to_cell(row.get(name)) for name in columns), key])
     return text.getvalue()
 
 
-def _cell(value: Any) -> str:
-    """A value as text for CSV: six figures of a number, nothing for None."""
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+def _to_cell(value: Any) -> str:
+    """A value as text for CSV: numbers with a fraction in six figures, nothing for None."""
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def read_csv(path: Path) -> dict[str, list[Row]]:
-    """What `to_csv` wrote: numbers are numbers again, empty cells are absent."""
-    done: dict[str, list[Row]] = {}
+    """{key of an arm: its rows} of a table that `to_csv` made; empty cells are absent from the rows."""
+    rows_by_arm: dict[str, list[Row]] = {}
     try:
         for cells in csv.DictReader(io.StringIO(read_text(path, TABLE), newline="")):
-            arm = cells.pop("arm", None)
-            if arm is None or None in cells:
+            key = cells.pop("arm", None)
+            if key is None or None in cells:
                 raise FastWeightError(f"{path} has a row without a cell for each column; expected {TABLE}")
-            done.setdefault(arm, []).append({c: _value(text) for c, text in cells.items() if text})
+            row = {name: _from_cell(text) for name, text in cells.items() if text}
+            rows_by_arm.setdefault(key, []).append(row)
     except csv.Error as error:
         raise FastWeightError(f"{path} is not CSV ({error}); expected {TABLE}") from None
-    return done
+    return rows_by_arm
 
 
-def _value(text: str) -> Any:
-    """A cell as the whole number, number, truth value or text that it was."""
+def _from_cell(text: str) -> Any:
+    """The value that a cell's text was written from: truth value, whole number, number or text."""
     if text in ("True", "False"):
         return text == "True"
     for number in (int, float):
@@ -132,22 +146,3 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return text
-
-
-def mean_over(rows: Iterable[Row], by: tuple[str, ...], value: str) -> dict[tuple, tuple[float, float, float]]:
-    """(mean, lowest, highest) of a field over the rows that share the fields `by`, such as over seeds.
-
-    Args:
-        rows: of a CSV, as dicts.
-        by: fields that the rows of a group share.
-        value: field that is averaged.
-
-    Examples:
-        >>> mean_over([dict(R=20, seed=0, error=1.0), dict(R=20, seed=1, error=3.0)], ("R",), "error")
-        {(20,): (2.0, 1.0, 3.0)}
-    """
-    groups: dict[tuple, list[float]] = {}
-    for row in rows:
-        if row.get(value) is not None:
-            groups.setdefault(tuple(row.get(b) for b in by), []).append(float(row[value]))
-    return {group: (sum(x) / len(x), min(x), max(x)) for group, x in groups.items()}

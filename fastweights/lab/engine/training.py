@@ -1,24 +1,72 @@
-"""Training many small models at once, each until it is done.
+"""Training the copies of a small model until each of them is done.
 
-A small model leaves a GPU idle: launching its operations takes longer than running them. Here the steps of all learners
-that are still at it are recorded as one CUDA graph, each learner a branch of its own, and replayed between evaluations.
-A learner may itself hold several copies (seeds) of a model, stacked. On a CPU they simply take turns.
+`train` is for a `Learner`: an object that draws its own data and takes its own steps, so that nothing but a look at the
+scores now and then waits for a GPU. Models that are trained on a corpus go through training_step.py.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from fastweights.lab.engine.branches import Together, run_aside
-from fastweights.lab.engine.learners import Course, Learner
+from fastweights.lab.engine.cuda_graphs import GraphedFunction
 
-WARM = 3  # steps run as they are before any is recorded: kernels are compiled and the optimiser's state comes to be
+
+class Learner(Protocol):
+    """What `train` can train: `copies` models side by side, such as the seeds of one model."""
+
+    copies: int
+
+    def step(self) -> None:
+        """Take one step of the optimiser. On a GPU it is captured, so it must never wait for a number."""
+
+    def evaluate(self) -> Tensor:
+        """Scores (copies, number of scores); the first score is the loss that decides when a copy is done."""
+
+
+@dataclass
+class Course:
+    """The course of one copy's training: its scores at every evaluation, and why it ended.
+
+    Attributes:
+        steps: steps done at each evaluation.
+        scores: scores of each evaluation.
+        best: the lowest loss so far.
+        evaluations_since_best: evaluations after that one.
+        ended: "reached" the target loss, "patience" or "steps"; empty while the copy is still training.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    scores: list[list[float]] = field(default_factory=list)
+    best: float = math.inf
+    evaluations_since_best: int = 0
+    ended: str = ""
+
+    def add(self, step: int, scores: list[float], target: float, patience: int) -> None:
+        """Add an evaluation after `step` steps, and decide by `target` and `patience` whether the copy is done."""
+        self.steps.append(step)
+        self.scores.append(scores)
+        loss = scores[0]
+        if loss < self.best:
+            self.best, self.evaluations_since_best = loss, 0
+        else:
+            self.evaluations_since_best += 1
+        if loss <= target:
+            self.ended = "reached"
+        elif self.evaluations_since_best >= patience:
+            self.ended = "patience"
+
+    @property
+    def last(self) -> float:
+        """The loss at the last evaluation."""
+        return self.scores[-1][0]
 
 
 def train(
-    learners: Sequence[Learner],
+    learner: Learner,
     *,
     steps: int,
     every: int,
@@ -26,68 +74,48 @@ def train(
     patience: int = 2**31,
     device: str = "cpu",
     report: Callable[[float, str], None] = lambda fraction, text: None,
-    seconds_left: Callable[[], float] = lambda: math.inf,
-    margin: float = 2.0,
-) -> list[list[Course]]:
+) -> list[Course]:
     """Train until each copy's loss reaches `target`, has not improved for `patience` evaluations, or `steps` are done.
 
     Args:
-        learners: what to train, side by side.
-        steps: at most.
+        learner: is trained in place.
+        steps: at most so many.
         every: steps between two evaluations.
-        target, patience: when a copy is done.
+        target: loss at which a copy is done.
+        patience: evaluations without a new best loss after which a copy is done.
         device: "cpu" or "cuda".
-        report: report(fraction, text) after every evaluation.
-        seconds_left: until the time is over.
-        margin: what is still going so many seconds before that ends there.
+        report: called with the fraction that is done and a line about it after every evaluation.
 
     Returns:
-        A Course per copy of each learner. A copy that is done is no longer scored, though its stack trains on.
+        A Course for each copy. A copy that is done is no longer scored, though it goes on training with the others.
     """
-    courses = [[Course() for _ in range(learner.copies)] for learner in learners]
-    going, replay, evaluate = list(range(len(learners))), None, None
-    now = time.monotonic()
-    for step in range(every, steps + every, every):
-        count = min(every, steps - (step - every))
-        # Kernels are compiled and the optimiser's state made before anything is recorded.
-        if replay is None:
-            warm = min(WARM, count) if device != "cpu" else 0
-            run_aside([learners[i].step for i in going], warm)
-            replay = Together([learners[i].step for i in going], device)
-            count -= warm
-        for _ in range(count):
-            replay()
-        # Scores of all learners come back in one copy: a wait per learner would cost more than its scores.
-        if evaluate is None:
-            run_aside([learners[i].evaluate for i in going], 1 if device != "cpu" else 0)
-            evaluate = Together([learners[i].evaluate for i in going], device)
-        scores = [
-            x.tolist()
-            for x in torch.cat([x.flatten() for x in evaluate()]).cpu().split([x.numel() for x in evaluate.outputs])
-        ]
-        at = min(step, steps)
-        for i, numbers in zip(going, scores, strict=True):
-            width = len(numbers) // learners[i].copies
-            for n, course in enumerate(courses[i]):
-                if not course.ended:
-                    course.add(at, numbers[n * width : (n + 1) * width], target, patience)
-        # Learners whose copies are all done leave; the rest is recorded anew once a quarter has left.
-        left = [i for i in going if not all(course.ended for course in courses[i])]
-        best = min((c.last for i in going for c in courses[i]), default=math.nan)
-        now, began = time.monotonic(), now
-        if seconds_left() < margin + 1.5 * (now - began):  # the next evaluation might come too late
-            _end(courses, "time")
-            break
-        report(at / steps, f"step {at}, {len(left)} of {len(learners)} going, loss {best:.4f}")
-        if not left:
-            break
-        if len(left) <= 0.75 * len(going):  # recording anew takes time as well
-            going, replay, evaluate = left, None, None
-    _end(courses, "steps")
+    step, evaluate = GraphedFunction(learner.step, device), GraphedFunction(learner.evaluate, device)
+    courses = [Course() for _ in range(learner.copies)]
+    done = 0
+    while done < steps and not all(course.ended for course in courses):
+        for _ in range(min(every, steps - done)):
+            step()
+        done = min(done + every, steps)
+        for course, scores in zip(courses, evaluate().tolist(), strict=True):
+            if not course.ended:
+                course.add(done, scores, target, patience)
+        training = sum(not course.ended for course in courses)
+        loss = min(course.last for course in courses)
+        report(done / steps, f"step {done}, {training} of {len(courses)} training, loss {loss:.4f}")
+    for course in courses:
+        course.ended = course.ended or "steps"
     return courses
 
 
-def _end(courses: list[list[Course]], why: str) -> None:
-    """Say why those that are still going end."""
-    for course in (course for copies in courses for course in copies):
-        course.ended = course.ended or why
+def adam(parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Adam with its defaults, in a form that a CUDA graph can capture."""
+    return torch.optim.Adam(parameters, lr=lr, fused=True, capturable=parameters[0].is_cuda)
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Take one step of the optimiser along the gradients of `loss` with respect to its parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = torch.zeros_like(p) if gradient is None else gradient.contiguous()
+    optimizer.step()

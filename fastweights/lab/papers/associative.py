@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import OURS, Claim, Verdict, held, less, spread
-from fastweights.lab.engine.results import Row, mean_over
+from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold, all_less
+from fastweights.lab.engine.results import Row
 
 MODELS = ("rnn", "lstm", "fast", "fast, rate 0", "fast, no norm")
 FULL: dict[str, Any] = dict(models=MODELS, hidden=(20, 50, 100), steps=40_000, seeds=2, more=2)
@@ -63,7 +64,7 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     from fastweights.lab.tasks.letters_and_digits import Learner
 
     learner = Learner(arm["model"], arm["R"], arm["seeds"], device)
-    (courses,) = train([learner], steps=arm["steps"], every=min(1000, arm["steps"]), device=device, report=report)
+    courses = train(learner, steps=arm["steps"], every=min(1000, arm["steps"]), device=device, report=report)
     rows: list[Row] = []
     for n, course in enumerate(courses):
         rows += [
@@ -74,9 +75,9 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     return rows
 
 
-def finals(rows: list[Row], value: str = "best") -> dict[tuple, tuple[float, float, float]]:
+def finals(rows: list[Row], value: str = "best") -> dict[tuple, Average]:
     """(mean, lowest, highest) error in percent by model and R."""
-    return mean_over(rows, ("model", "R"), value)
+    return averages(rows, ("model", "R"), value)
 
 
 def solved(rows: list[Row], model: str, R: int) -> str:
@@ -110,7 +111,7 @@ def plot(rows: list[Row], path: Path) -> None:
         for ax, R in zip(axes, sizes, strict=False):
             # One curve per model, the mean over its seeds, with the range as a band.
             for i, model in enumerate(MODELS):
-                curves = mean_over(
+                curves = averages(
                     [r for r in rows if "error" in r and r["R"] == R and r["model"] == model], ("step",), "error"
                 )
                 points = sorted((step, *numbers) for (step,), numbers in curves.items())
@@ -128,11 +129,11 @@ def plot(rows: list[Row], path: Path) -> None:
             errors = [best[model, R][0] if (model, R) in best else float("nan") for R in sizes]
             plotting.curve(last, sizes, errors, color=plotting.colour(model, i + 3), label=NAMES[model])
             if model in PUBLISHED:
-                plotting.paper(last, SIZES, PUBLISHED[model], color=plotting.colour(model, i + 3))
+                plotting.published_curve(last, SIZES, PUBLISHED[model], color=plotting.colour(model, i + 3))
         last.set_title("Best error by width")
         last.set_xlabel("hidden units R")
         last.set_ylim(-2, 92)
-        plotting.key(last, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        plotting.legend(last, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def size(rows: list[Row]) -> str:
@@ -144,15 +145,15 @@ def _fast_is_best(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether fast weights err less than both others, at the one width of these rows."""
     (R,) = {row["R"] for row in rows}
     best = finals(rows)
-    said = [f"{NAMES[m]} {spread(best[m, R])} % ({solved(rows, m, R)} solved)" for m in ("fast", "lstm", "rnn")]
-    return less((best["fast", R][0], best[m, R][0]) for m in ("lstm", "rnn")), ", ".join(said)
+    said = [f"{NAMES[m]} {best[m, R].text()} % ({solved(rows, m, R)} solved)" for m in ("fast", "lstm", "rnn")]
+    return all_less((best["fast", R][0], best[m, R][0]) for m in ("lstm", "rnn")), ", ".join(said)
 
 
 def _all_solve(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether all three networks solve the task with 100 units."""
     best = finals(rows)
-    said = [f"{NAMES[m]} {spread(best[m, 100])} % ({solved(rows, m, 100)} solved)" for m in ("fast", "lstm", "rnn")]
-    return held(best[m, 100][0] < SOLVED for m in ("fast", "lstm", "rnn")), ", ".join(said)
+    said = [f"{NAMES[m]} {best[m, 100].text()} % ({solved(rows, m, 100)} solved)" for m in ("fast", "lstm", "rnn")]
+    return all_hold(best[m, 100][0] < SOLVED for m in ("fast", "lstm", "rnn")), ", ".join(said)
 
 
 def _fast_weights_do_it(rows: list[Row]) -> tuple[Verdict, str]:
@@ -160,7 +161,7 @@ def _fast_weights_do_it(rows: list[Row]) -> tuple[Verdict, str]:
     best = finals(rows)
     pairs = {R: (best["fast", R], best["fast, rate 0", R]) for R in SIZES}
     said = [f"{a[0]:.1f} against {b[0]:.1f} % at R = {R}" for R, (a, b) in pairs.items()]
-    return less((a[0], b[0]) for a, b in pairs.values()), ", ".join(said)
+    return all_less((a[0], b[0]) for a, b in pairs.values()), ", ".join(said)
 
 
 def _norm_is_needed(rows: list[Row]) -> tuple[Verdict, str]:
@@ -168,7 +169,7 @@ def _norm_is_needed(rows: list[Row]) -> tuple[Verdict, str]:
     best = finals(rows)
     pairs = {R: (best["fast", R], best["fast, no norm", R]) for R in SIZES}
     said = [f"{a[0]:.1f} against {b[0]:.1f} % at R = {R}" for R, (a, b) in pairs.items()]
-    return less((a[0], b[0]) for a, b in pairs.values()), ", ".join(said)
+    return all_less((a[0], b[0]) for a, b in pairs.values()), ", ".join(said)
 
 
 def _said(R: int) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import OURS, Claim, Verdict, held, less
-from fastweights.lab.engine.results import Row, mean_over
+from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold, all_less
+from fastweights.lab.engine.results import Row
 
 FEATURES = ("softmax", "elu+1", "dpfp-1", "dpfp-2", "dpfp-3", "favor-64", "favor-128", "favor-512")
 SIZES = (20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 280, 320, 360, 400, 500, 600)
@@ -99,9 +100,7 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
 
     task = Task(arm["S"], replace=False)
     learner = Model(task, arm["features"], form=arm["form"], copies=arm["seeds"], device=device)
-    (courses,) = train(
-        [learner], steps=arm["steps"], every=100, target=0.001, patience=11, device=device, report=report
-    )
+    courses = train(learner, steps=arm["steps"], every=100, target=0.001, patience=11, device=device, report=report)
     return [dict(copy=n, best=c.best, last=c.last, stopped=c.steps[-1], ended=c.ended) for n, c in enumerate(courses)]
 
 
@@ -135,7 +134,7 @@ def table(rows: list[Row]) -> list[Row]:
     Returns:
         A dict per line, from heading to text.
     """
-    means = mean_over(rows, ("features", "form", "S"), "last")
+    means = averages(rows, ("features", "form", "S"), "last")
     sizes = sorted({row["S"] for row in rows})
     shown = [S for S in sizes if S in (20, 60, 100, 140, 200, 260, 300, 400, 500, 600)] or sizes
     lines: dict[str, Row] = {}
@@ -154,7 +153,7 @@ def _order(name: str) -> tuple[int, bool]:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Loss against the number of keys, maps without randomness to the left, FAVOR+ to the right, the paper's dashed."""
-    means = mean_over(rows, ("features", "form", "S"), "last")
+    means = averages(rows, ("features", "form", "S"), "last")
     title = "Capacity: retrieval loss against the number of keys, sum rule"
     seeds = len({row["copy"] for row in rows})
     note = (
@@ -170,7 +169,7 @@ def plot(rows: list[Row], path: Path) -> None:
                 name, scaled = name_of(features, form), name_of(features, form) != features
                 colour = plotting.colour(features)
                 if theirs and not scaled:
-                    plotting.paper(axes, *zip(*theirs, strict=True), color=colour)
+                    plotting.published_curve(axes, *zip(*theirs, strict=True), color=colour)
                 plain = axes is left or scaled
                 plotting.curve(
                     axes,
@@ -184,8 +183,8 @@ def plot(rows: list[Row], path: Path) -> None:
                 )
             axes.set(xlim=(0, 620), xlabel="keys S (= length of the sequence)")
             axes.set_ylim(-0.015, 0.53 if axes is left else 0.85)
-            axes.axhline(0.5, color=plotting.PAPER, linewidth=0.8)
-            plotting.key(axes, loc="upper left" if axes is left else "lower right", frameon=True, edgecolor="white")
+            axes.axhline(0.5, color=plotting.GREY, linewidth=0.8)
+            plotting.legend(axes, loc="upper left" if axes is left else "lower right", frameon=True, edgecolor="white")
         # Where capacity should end: as many keys as features.
         for features in ("elu+1", "dpfp-1", "dpfp-2", "dpfp-3"):
             left.axvline(_width(features), color=plotting.colour(features), linewidth=1, linestyle=":", zorder=0)
@@ -210,7 +209,7 @@ def size(rows: list[Row]) -> str:
 
 def _best(rows: list[Row], value: str = "best") -> dict[tuple, float]:
     """The mean over seeds of the best (or last) loss, by feature map, form and number of keys."""
-    return {key: numbers[0] for key, numbers in mean_over(rows, ("features", "form", "S"), value).items()}
+    return {key: numbers[0] for key, numbers in averages(rows, ("features", "form", "S"), value).items()}
 
 
 def _first_missed(losses: dict[int, float]) -> int | None:
@@ -236,7 +235,7 @@ def _ends_with_the_features(rows: list[Row]) -> tuple[Verdict, str]:
         conditions.append(all(best[features, "stable", S] <= 0.005 for S in sizes if S <= 0.75 * K))
         conditions.append(all(best[features, "stable", S] >= 0.02 for S in sizes if S >= 1.3 * K))
     missed = [_first_missed({S: last[f, "stable", S] for S in sizes}) for f in DETERMINISTIC]
-    return held(conditions), f"fails from {', '.join(map(str, missed))} keys on"
+    return all_hold(conditions), f"fails from {', '.join(map(str, missed))} keys on"
 
 
 def _order_of_widths(rows: list[Row]) -> tuple[Verdict, str]:
@@ -245,7 +244,7 @@ def _order_of_widths(rows: list[Row]) -> tuple[Verdict, str]:
     large = sorted({S for _, _, S in best if S >= 420})
     losses = {S: [best[f, "stable", S] for f in DETERMINISTIC] for S in large}
     pairs = [pair for found in losses.values() for pair in zip(found[1:], found, strict=False)]
-    return less(pairs), "; ".join(f"{' > '.join(f'{x:.3f}' for x in found)} at {S}" for S, found in losses.items())
+    return all_less(pairs), "; ".join(f"{' > '.join(f'{x:.3f}' for x in found)} at {S}" for S, found in losses.items())
 
 
 def _softmax_has_no_limit(rows: list[Row]) -> tuple[Verdict, str]:
@@ -254,13 +253,15 @@ def _softmax_has_no_limit(rows: list[Row]) -> tuple[Verdict, str]:
     ends = {S: loss for (_, _, S), loss in last.items()}
     worst = max(ends, key=ends.__getitem__)
     settled = [loss <= SETTLED for loss in ends.values()] + [best["softmax", "stable", S] < 0.02 for S in ends]
-    return held(settled), f"last loss at most {ends[worst]:.3f} (S = {worst}), best at most {max(best.values()):.3f}"
+    return all_hold(
+        settled
+    ), f"last loss at most {ends[worst]:.3f} (S = {worst}), best at most {max(best.values()):.3f}"
 
 
 def _favor_fails_early(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether FAVOR+ as published answers nothing at every S from 100 on."""
     lost = {key: loss for key, loss in _best(rows).items() if key[1] == "published" and key[2] >= 100}
-    return held(loss > 0.48 for loss in lost.values()), f"at least {min(lost.values()):.2f} at all S >= 100"
+    return all_hold(loss > 0.48 for loss in lost.values()), f"at least {min(lost.values()):.2f} at all S >= 100"
 
 
 def _favor_by_logarithms(rows: list[Row]) -> tuple[Verdict, str]:
@@ -271,7 +272,7 @@ def _favor_by_logarithms(rows: list[Row]) -> tuple[Verdict, str]:
             stable, published_form = best[features, "stable", S], best[features, "published", S]
             conditions.append(0.05 < stable < published_form - 0.02)
             said.append(f"{features} at {S} keys {stable:.2f} against {published_form:.2f}")
-    return held(conditions), "; ".join(said)
+    return all_hold(conditions), "; ".join(said)
 
 
 SETTLED = 0.2  # the published log has runs of softmax that end at up to 0.17 after answering all

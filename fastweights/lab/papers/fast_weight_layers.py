@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fastweights.lab.engine.claims import OURS, Claim, Judge, Verdict, held, less
+from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.claims import OURS, Claim, Judge, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
-from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.engine.results import Arm, Row
 from fastweights.lab.tasks.document_gains import gains, refreshes, variants
 from fastweights.lab.tasks.document_gains import plot as plot  # part of the experiment
 
@@ -138,7 +139,7 @@ def table(rows: list[Row]) -> list[Row]:
     whole = [r for r in rows if r["by"] == "all"]
     costs = {(r["body"], r["mode"]): r for r in rows if r["by"] == "cost" and r["corpus"] == rows[0]["corpus"]}
     shown = []
-    means = mean_over(whole, ("body", "mode", "length", "decay", "refresh"), "nats")
+    means = averages(whole, ("body", "mode", "length", "decay", "refresh"), "nats")
     for (body, mode, length, decay, refresh), (nats, _, _) in means.items():
         spent = {} if refresh else costs.get((body, mode), {})
         which = {name: x for name, x in (("decay", decay), ("refresh", refresh)) if x is not None}
@@ -185,7 +186,7 @@ def _learning_gains(rows: list[Row]) -> tuple[Verdict, str]:
         f"and {gain:+.3f} by learning"
         for body, gain in learned.items()
     ]
-    return less((-gain, 0.0) for gain in learned.values()), "; ".join(said)
+    return all_less((-gain, 0.0) for gain in learned.values()), "; ".join(said)
 
 
 def _bodies(rows: list[Row]) -> list[str]:
@@ -199,7 +200,7 @@ def _gains_more(by: str, few: int, many: int) -> Judge:
         found = gains(rows, "restart", **_published_form(rows))
         pairs = {body: (found[body, by, few][0], found[body, by, many][0]) for body in _bodies(rows)}
         said = [f"{body} body {b:+.3f} against {a:+.3f} nats" for body, (a, b) in pairs.items()]
-        return less(pairs.values()), ", ".join(said)
+        return all_less(pairs.values()), ", ".join(said)
 
     return judge
 
@@ -216,7 +217,7 @@ def _costs(mode: str, condition: Callable[[float], bool]) -> Judge:
     def judge(rows: list[Row]) -> tuple[Verdict, str]:
         times = _times_static(rows, mode)
         said = ", ".join(f"{x:.1f} times ({body} body, {corpus})" for (body, corpus), x in times.items())
-        return held(condition(x) for x in times.values()), said
+        return all_hold(condition(x) for x in times.values()), said
 
     return judge
 
@@ -226,7 +227,9 @@ def _decay_carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     longest = max(kind["length"] for kind in variants(rows))
     found = gains(rows, "fast", decay=0.999, length=longest)
     beyond = {body: found[body, "position", longest][0] for body in _bodies(rows)}
-    return held(x > 0 for x in beyond.values()), ", ".join(f"{body} body {x:+.3f} nats" for body, x in beyond.items())
+    return all_hold(x > 0 for x in beyond.values()), ", ".join(
+        f"{body} body {x:+.3f} nats" for body, x in beyond.items()
+    )
 
 
 def _refreshed(rows: list[Row], mode: str, by: str = "all", at: int = 0) -> dict[tuple[str, int], float]:
@@ -243,14 +246,14 @@ def _refreshed_gains(rows: list[Row]) -> tuple[Verdict, str]:
         f"{body} body, every {C}: {whole[body, C]:+.3f} nats, {whole[body, C] - slow[body, C]:+.3f} by learning"
         for body, C in whole
     ]
-    return less((-whole[k], -slow[k]) for k in whole), "; ".join(said)
+    return all_less((-whole[k], -slow[k]) for k in whole), "; ".join(said)
 
 
 def _refreshed_grows(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether a refreshed layer, which forgets nothing, gains more past 4,096 words than before 256."""
     early, late = (_refreshed(rows, "fast", "position", at) for at in (0, 4096))
     said = [f"{body} body, every {C}: {late[body, C]:+.3f} against {early[body, C]:+.3f} nats" for body, C in late]
-    return less((early[k], late[k]) for k in late), ", ".join(said)
+    return all_less((early[k], late[k]) for k in late), ", ".join(said)
 
 
 def _with_cache(rows: list[Row]) -> tuple[Verdict, str]:
@@ -258,7 +261,7 @@ def _with_cache(rows: list[Row]) -> tuple[Verdict, str]:
     both, dynamic = _refreshed(rows, "both"), gains(rows, "dynamic")
     shares = {(body, C): gain / dynamic[body, "all", 0][0] for (body, C), gain in both.items()}
     said = ", ".join(f"{body} body, every {C}: {share:.0%} of it" for (body, C), share in shares.items())
-    return held(share >= 1 for share in shares.values()), said
+    return all_hold(share >= 1 for share in shares.values()), said
 
 
 LITTLE_MORE = 1.5  # times the operations of static reading: what "relatively little extra compute" may be

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, Judge, Verdict, held, less
+from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.claims import Claim, Judge, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
-from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.engine.results import Arm, Row
 
 # Perplexity on valid and test. Tables 2 and 5: small models, limited context; Table 4: medium, unbounded.
 PUBLISHED = {
@@ -178,7 +179,7 @@ def _groups(rows: list[Row]) -> dict[tuple, dict[str, float]]:
     """{(group, corpus, model, positions): means over seeds} of every number that is shown."""
     by = ("group", "read", "model", "positions")
     columns = ("valid_perplexity", "test_perplexity", "test_bits_per_byte", "parameters", "state", "train_seconds")
-    means = {c: mean_over(rows, by, c) for c in columns}
+    means = {c: averages(rows, by, c) for c in columns}
     return {key: {c: round(means[c][key][0], 4) for c in columns} for key in means["test_perplexity"]}
 
 
@@ -200,9 +201,7 @@ def plot(rows: list[Row], path: Path) -> None:
             mine = {(m, p): v for (g, c, m, p), v in groups.items() if (g, c) == (group, corpus)}
             values = [v["test_perplexity" if words else "test_bits_per_byte"] for v in mine.values()]
             labels = [_label(group, m, p, words) for m, p in mine]
-            plotting.bars(
-                ax, labels, values, colors=[_colour(m) for m, _ in mine], form="{:.0f}" if words else "{:.2f}"
-            )
+            plotting.bars(ax, labels, values, colors=[_colour(m) for m, _ in mine], form=".0f" if words else ".2f")
             ax.set(
                 title=f"{group}: {corpus}",
                 xlim=(0, 1.15 * max(values)),
@@ -235,14 +234,12 @@ def size(rows: list[Row]) -> str:
     return f"{some['depth']} blocks of width {some['dim']}, {parameters} M parameters, {tokens}"
 
 
-def _test(rows: list[Row], group: str) -> dict[tuple, tuple[float, float, float]]:
+def _test(rows: list[Row], group: str) -> dict[tuple, Average]:
     """{(corpus, model, positions): test perplexity: mean, lowest, highest}."""
-    return mean_over([r for r in rows if r["group"] == group], ("read", "model", "positions"), "test_perplexity")
+    return averages([r for r in rows if r["group"] == group], ("read", "model", "positions"), "test_perplexity")
 
 
-def _compared(
-    found: dict[tuple, tuple[float, float, float]], one: str, other: str, positions: bool
-) -> list[tuple[str, float, float]]:
+def _compared(found: dict[tuple, Average], one: str, other: str, positions: bool) -> list[tuple[str, float, float]]:
     """[(corpus, perplexity of one, of other)] for the corpora that have both.
 
     Args:
@@ -271,7 +268,7 @@ def _order(group: str, *pairs: tuple[str, str], positions: bool = True) -> Judge
             f"{one} against {other}: " + ", ".join(f"{a:.4g} / {b:.4g} ({c})" for c, a, b in results)
             for (one, other), results in compared.items()
         ]
-        return less((a, b) for results in compared.values() for _, a, b in results), "; ".join(said)
+        return all_less((a, b) for results in compared.values() for _, a, b in results), "; ".join(said)
 
     return judge
 
@@ -286,7 +283,7 @@ def _closes_the_gap(rows: list[Row]) -> tuple[Verdict, str]:
     for corpus, delta, total in _compared(found, "elu-delta", "linear", True):
         softmax = found[corpus, "softmax", True][0]
         shares[corpus] = (math.log(total) - math.log(delta)) / (math.log(total) - math.log(softmax))
-    return held(s > 0.5 for s in shares.values()), ", ".join(f"{s:.0%} ({c})" for c, s in shares.items())
+    return all_hold(s > 0.5 for s in shares.values()), ", ".join(f"{s:.0%} ({c})" for c, s in shares.items())
 
 
 def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
@@ -299,7 +296,7 @@ def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
         (c, far[c, "elu-delta", False][0], near[c, "elu-delta", False][0]) for c in dict.fromkeys(c for c, _, _ in far)
     ]
     ours = ", ".join(f"{a:.4g} unbounded, {b:.4g} limited ({c})" for c, a, b in found)
-    return less((a, b) for _, a, b in found), f"perplexity {ours}"
+    return all_less((a, b) for _, a, b in found), f"perplexity {ours}"
 
 
 def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
@@ -307,7 +304,7 @@ def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
     found = _test(rows, "limited")
     pairs = [(c, m, numbers[0], found[c, m, True][0]) for (c, m, positions), numbers in found.items() if not positions]
     ours = ", ".join(f"{m} {a:.4g} without, {b:.4g} with positions ({c})" for c, m, a, b in pairs)
-    return less((a, b) for _, _, a, b in pairs), f"perplexity: {ours}"
+    return all_less((a, b) for _, _, a, b in pairs), f"perplexity: {ours}"
 
 
 def _said(group: str, *names: str) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, Verdict, held, less
-from fastweights.lab.engine.results import Row, mean_over
+from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
+from fastweights.lab.engine.results import Row
 
 NORMS = ("none", "attention", "sum+attention", "sum", "l2", "hellinger", "nlms")
 BOUNDED = ("sum", "l2", "hellinger", "nlms")
@@ -93,7 +94,7 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     learner = Probe(task, arm["features"], "delta", arm["norm"], copies=arm["seeds"], device=device)
     start = learner.evaluate().tolist()
     every = max(10, arm["steps"] // 15)
-    (courses,) = train([learner], steps=arm["steps"], every=every, device=device, report=report)
+    courses = train(learner, steps=arm["steps"], every=every, device=device, report=report)
     rows: list[Row] = []
     for n, (first, course) in enumerate(zip(start, courses, strict=True)):
         points = [(0, first), *zip(course.steps, course.scores, strict=True)]
@@ -116,7 +117,7 @@ def last_loss(rows: list[Row], task: str) -> dict[tuple, float]:
         for r in chosen
     }
     ends = [r for r in chosen if r["step"] == final[r["norm"], r[second]]]
-    means = {k: v[0] for k, v in mean_over(ends, ("norm", second), "loss").items()}
+    means = {k: v[0] for k, v in averages(ends, ("norm", second), "loss").items()}
     return {k: v if math.isfinite(v) else math.inf for k, v in means.items()}
 
 
@@ -201,13 +202,13 @@ def plot(rows: list[Row], path: Path) -> None:
             ax.set(title=heading, xlabel=across, ylabel=up, yscale="log")
         for ax in (memory, gain, growth):
             times = max((r.get("times", 1) for r in found), default=1)
-            ax.axvline(trained / times, color=plotting.PAPER, linestyle=":", linewidth=1)
+            ax.axvline(trained / times, color=plotting.GREY, linestyle=":", linewidth=1)
         gain.axhline(2, color=plotting.INK, linestyle=":", linewidth=1)
-        gain.axhline(1, color=plotting.PAPER, linestyle="-", linewidth=0.8)
+        gain.axhline(1, color=plotting.GREY, linestyle="-", linewidth=0.8)
         words.set(title="Small language model (dashed: with positions)", xlabel="training step", ylabel="bits per byte")
         ends = [r["loss"] for r in language if r["phase"] == "training" and math.isfinite(r["loss"])]
         words.set_ylim(min(ends, default=0) * 0.97, min(8.2, max(ends, default=8)))
-        plotting.key(words, published=False, loc="upper right", ncols=2)
+        plotting.legend(words, published=False, loc="upper right", ncols=2)
 
 
 def _clip(x: Any) -> float:
@@ -231,7 +232,7 @@ def _lines(axes: Any, rows: list[Row], x: str, y: str, label: str, colour: str, 
         colour: of the line, and paler of the range.
         dashed: for language models with positions.
     """
-    means = mean_over([r | {y: _clip(r[y])} for r in rows], (x,), y)
+    means = averages([r | {y: _clip(r[y])} for r in rows], (x,), y)
     points = sorted((at, *numbers) for (at,), numbers in means.items())
     if points:
         at, mean, low, high = zip(*points, strict=True)
@@ -270,7 +271,7 @@ def _no_norm_is_no_use(rows: list[Row]) -> tuple[Verdict, str]:
     said = [f"retrieval with {f} {'NaN' if math.isinf(x) else f'{x:.2f}'}" for (_, f), x in losses.items()]
     diverged = [not math.isfinite(x) for x in words.values()]
     ours = f"{', '.join(said)} (answering nothing: 0.5); {sum(diverged)} of {len(diverged)} language models NaN"
-    return held([*diverged, *(not x < 0.5 for x in losses.values())]), ours
+    return all_hold([*diverged, *(not x < 0.5 for x in losses.values())]), ours
 
 
 def _bounded_norms_are_stable(rows: list[Row]) -> tuple[Verdict, str]:
@@ -285,7 +286,7 @@ def _bounded_norms_are_stable(rows: list[Row]) -> tuple[Verdict, str]:
     still = max(x for (norm, _), x in grown.items() if norm in BOUNDED)
     grows = min(x for (norm, _), x in grown.items() if norm not in BOUNDED)
     ours = f"writes grow by at most {still:.2f} (other norms: at least {grows:.1f}), loss at most {max(bounded):.4f}"
-    return held([still <= 1 + 1e-6, grows > 1.5, *(loss < 0.05 for loss in bounded)]), ours
+    return all_hold([still <= 1 + 1e-6, grows > 1.5, *(loss < 0.05 for loss in bounded)]), ours
 
 
 def last_window(rows: list[Row], norm: str, positions: bool = False) -> float:
@@ -312,7 +313,7 @@ def _attention_norm_is_unstable(rows: list[Row]) -> tuple[Verdict, str]:
         f"{losses['attention', f]:.3f} against {losses['sum', f]:.5f}; but 16 windows on, a language model reads "
         f"at {far['attention']:.2f} bits per byte against {far['sum']:.2f}"
     )
-    return less(pairs), ours
+    return all_less(pairs), ours
 
 
 def _attention_norm_is_no_help(rows: list[Row]) -> tuple[Verdict, str]:
@@ -322,7 +323,7 @@ def _attention_norm_is_no_help(rows: list[Row]) -> tuple[Verdict, str]:
     said = [
         f"{a:.3f} against {b:.3f} bits per byte {'with' if p else 'without'} positions" for p, (a, b) in pairs.items()
     ]
-    return less(pairs.values()), ", ".join(said)
+    return all_less(pairs.values()), ", ".join(said)
 
 
 def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
@@ -330,7 +331,7 @@ def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
     words = last_loss(rows, "language")
     pairs = {norm: (words[norm, False], words[norm, True]) for norm in ("sum", "sum+attention")}
     said = [f"{a:.3f} without against {b:.3f} with positions ({norm} norm)" for norm, (a, b) in pairs.items()]
-    return less(pairs.values()), ", ".join(said)
+    return all_less(pairs.values()), ", ".join(said)
 
 
 def _valid(positions: bool, attention: bool) -> float:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, Verdict, held, less
-from fastweights.lab.engine.results import Row, mean_over
+from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
+from fastweights.lab.engine.results import Row
 
 # features, rule, norm, form
 MODELS: dict[str, tuple[str, str, str, str]] = {
@@ -96,8 +97,8 @@ def run(arm: dict, *, device: str, report: Any) -> list[Row]:
     slow: dict[str, Any] = dict(batch=128, lr=1e-4) if features == "tanh" else {}  # as published
     how: dict[str, Any] = dict(form=form, copies=arm["seeds"], device=device) | slow
     learner = Model(Task(arm["S"], replace=True), features, rule, norm, **how)
-    (courses,) = train(
-        [learner],
+    courses = train(
+        learner,
         steps=arm["steps"],
         every=min(100, arm["steps"]),
         target=0.001,
@@ -145,7 +146,7 @@ def table(rows: list[Row]) -> list[Row]:
     shown = [S for S in sizes if S in (20, 60, 100, 140, 200)] or sizes
     lines: dict[str, Row] = {}
     for value, label in (("best", "L=S"), ("best_2S", "L=2S")):
-        for (model, S), (mean, _, _) in mean_over(rows, ("model", "S"), value).items():
+        for (model, S), (mean, _, _) in averages(rows, ("model", "S"), value).items():
             if S in shown:
                 theirs = published(model, S) if value == "best" else None
                 line = lines.setdefault(f"{model} {label}", {"model": model, "scored at": label})
@@ -180,7 +181,7 @@ def plot(rows: list[Row], path: Path) -> None:
     with plotting.figure(path, 2, size=(7.0, 5.2), title=title, note=note, share_y=True) as (left, right):
         # The paper's scores belong to the left panel alone: its code scores at L = S.
         for axes, value in ((left, "best"), (right, "best_2S")):
-            means = mean_over(rows, ("model", "S"), value)
+            means = averages(rows, ("model", "S"), value)
             for model in (m for m in MODELS if any(m == name for name, _ in means)):
                 points = sorted((S, *numbers) for (m, S), numbers in means.items() if m == model)
                 points = [p for p in points if math.isfinite(p[1])]
@@ -188,19 +189,19 @@ def plot(rows: list[Row], path: Path) -> None:
                 curve = enumerate(PUBLISHED.get(model, ()))
                 theirs = [(20 * i + 20, loss) for i, loss in curve if loss is not None]
                 if theirs and axes is left:
-                    plotting.paper(axes, *zip(*theirs, strict=True), color=colour)
+                    plotting.published_curve(axes, *zip(*theirs, strict=True), color=colour)
                 if points:
                     S, mean, low, high = zip(*points, strict=True)
                     label = f"{model} as published, ours" if MODELS[model][3] == "published" else model
                     plotting.curve(axes, S, mean, label=label, color=colour, marker=marker, band=(low, high))
             axes.set_yscale("log")
-            axes.axhline(0.5, color=plotting.PAPER, linewidth=0.8)
-            axes.axhline(0.001, color=plotting.PAPER, linewidth=0.8, linestyle=":")
+            axes.axhline(0.5, color=plotting.GREY, linewidth=0.8)
+            axes.axhline(0.001, color=plotting.GREY, linewidth=0.8, linestyle=":")
             axes.set(xlabel="keys S", xlim=(10, 210))
         left.set_title("Scored at L = S")
         right.set_title("Scored at L = 2S")
         left.set_ylabel("loss (0.5: answers nothing; 0.001: training stops)")
-        plotting.key(right, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        plotting.legend(right, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def size(rows: list[Row]) -> str:
@@ -211,7 +212,7 @@ def size(rows: list[Row]) -> str:
 
 def _means(rows: list[Row], value: str = "best") -> dict[tuple, float]:
     """The mean over seeds of a score, by model and number of keys."""
-    return {key: numbers[0] for key, numbers in mean_over(rows, ("model", "S"), value).items()}
+    return {key: numbers[0] for key, numbers in averages(rows, ("model", "S"), value).items()}
 
 
 def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
@@ -222,7 +223,7 @@ def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
     best = _means(rows)
     inside = {S: loss for (model, S), loss in best.items() if model == "dpfp-2 delta"}
     beyond = {S: loss for (model, S), loss in best.items() if model == "elu+1 delta" and S >= 100}
-    verdict = held([*(loss < 0.01 for loss in inside.values()), *(loss > 0.05 for loss in beyond.values())])
+    verdict = all_hold([*(loss < 0.01 for loss in inside.values()), *(loss > 0.05 for loss in beyond.values())])
     ours = (
         f"DPFP-2 (256 features) at most {max(inside.values()):.4f} up to {max(inside)} keys; ELU+1 (64) at least "
         f"{min(beyond.values()):.3f} from {min(beyond)} keys on"
@@ -240,14 +241,14 @@ def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
     ours = ", ".join(
         f"{at['best']['dpfp-1 delta', S]:.4f} against {at['best']['dpfp-1 sum', S]:.3f} at {S} keys" for S in sizes
     )
-    return less(pairs), ours
+    return all_less(pairs), ours
 
 
 def _memory_is_worse_than_nothing(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the Fast Weight Memory with tanh loses more than 0.5, which answering nothing does."""
     losses = {S: loss for (_, S), loss in _means(rows).items()}
     ours = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
-    return held(loss > 0.5 for loss in losses.values()), f"{ours} (answering nothing: 0.5)"
+    return all_hold(loss > 0.5 for loss in losses.values()), f"{ours} (answering nothing: 0.5)"
 
 
 def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
@@ -258,7 +259,7 @@ def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
     lost = {model: sum(not math.isfinite(r["last"]) for r in found) for model, found in runs.items()}
     published_form, logarithms = lost.values()
     ours = f"NaN in {published_form} of {len(runs['favor-64 delta'])} runs, from logarithms in {logarithms}"
-    return held([published_form > 0, logarithms == 0]), ours
+    return all_hold([published_form > 0, logarithms == 0]), ours
 
 
 def _said(model: str, *sizes: int) -> str:

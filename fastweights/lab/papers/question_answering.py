@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import OURS, Claim, Verdict, held, less, spread
+from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
-from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.engine.results import Arm, Row
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "dpfp-sum", "elu-delta", "dpfp-delta", "delta", "gated-delta", "lstm"),
@@ -64,7 +65,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.engine.training_step import TrainingStep, cosine_schedule
     from fastweights.lab.tasks import babi_stories, made_up_stories, models
 
     found = made_up_stories.made_up(arm["limit"]) if report.smoke else babi_stories.load(report.data, arm["limit"])
@@ -80,14 +81,14 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
 
     # Stories are shuffled within an epoch, and so are their batches, which hold stories of like length.
     train, order = list(found.train), random.Random(arm["seed"])
-    step = Steps(model, objective, device, lr=arm["lr"])
+    step = TrainingStep(model, objective, device, lr=arm["lr"])
     for epoch in range(arm["epochs"]):
         order.shuffle(train)
         epoch_batches = babi_stories.batches(train, found, arm["tokens"])
         order.shuffle(epoch_batches)
         for batch in epoch_batches:
             words, labels, _ = to(batch)
-            loss = step(rate(epoch, arm["epochs"], 2), words, labels)
+            loss = step(cosine_schedule(epoch, arm["epochs"], 2), words, labels)
         report(epoch / arm["epochs"], f"{arm['model']}, loss {float(loss):.2f}")
     errors = babi_stories.wrong_answers(model, answers, found, arm["tokens"], device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -104,7 +105,7 @@ def _means(rows: list[Row]) -> dict[tuple, float]:
 
     All seeds count alike; a task's test set is the same for all.
     """
-    return {key: m[0] for key, m in mean_over(rows, ("model", "task"), "error").items()}
+    return {key: m[0] for key, m in averages(rows, ("model", "task"), "error").items()}
 
 
 def table(rows: list[Row]) -> list[Row]:
@@ -154,37 +155,37 @@ def size(rows: list[Row]) -> str:
     return f"{some['depth']} blocks of width {some['dim']}, {parameters}, {some['epochs']} epochs"
 
 
-def _errors(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
+def _errors(rows: list[Row]) -> dict[str, Average]:
     """{model: mean, lowest and highest over seeds of the mean error over tasks, in percent}.
 
     First the mean over the tasks of each seed, then over seeds: the range shows what another seed would change.
     """
-    by_seed = mean_over(rows, ("model", "seed"), "error")
+    by_seed = averages(rows, ("model", "seed"), "error")
     found = [dict(model=model, error=100 * numbers[0]) for (model, _), numbers in by_seed.items()]
-    return {model: numbers for (model,), numbers in mean_over(found, ("model",), "error").items()}
+    return {model: numbers for (model,), numbers in averages(found, ("model",), "error").items()}
 
 
 def _near_softmax(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether every memory errs at most NEAR points more than softmax."""
     error = _errors(rows)
     memories = [m for m in error if m not in ("softmax", "lstm")]
-    ours = ", ".join(f"{m} {spread(error[m], '.1f')}" for m in sorted(error, key=lambda m: error[m][0]))
-    return held(error[m][0] < error["softmax"][0] + NEAR for m in memories), f"mean error in %: {ours}"
+    ours = ", ".join(f"{m} {error[m].text('.1f')}" for m in sorted(error, key=lambda m: error[m][0]))
+    return all_hold(error[m][0] < error["softmax"][0] + NEAR for m in memories), f"mean error in %: {ours}"
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the delta rule errs less than the sum rule with the same features."""
     error = _errors(rows)
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum")]
-    ours = "; ".join(f"{a} {spread(error[a], '.1f')} against {b} {spread(error[b], '.1f')}" for a, b in pairs)
-    return less((error[a][0], error[b][0]) for a, b in pairs), f"mean error in %: {ours}"
+    ours = "; ".join(f"{a} {error[a].text('.1f')} against {b} {error[b].text('.1f')}" for a, b in pairs)
+    return all_less((error[a][0], error[b][0]) for a, b in pairs), f"mean error in %: {ours}"
 
 
 def _delta_beats_softmax(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether every memory with the delta rule errs less than softmax."""
     error = _errors(rows)
     ours = ", ".join(f"{m} {error[m][0]:.1f}" for m in (*DELTA, "softmax"))
-    return less((error[m][0], error["softmax"][0]) for m in DELTA), f"mean error in %: {ours}"
+    return all_less((error[m][0], error["softmax"][0]) for m in DELTA), f"mean error in %: {ours}"
 
 
 NEAR = 5.0  # percent more wrong answers than softmax
@@ -220,6 +221,6 @@ CLAIMS = (
 
 def check_smoke(rows: list[Row]) -> list[str]:
     """Every model answers better than guessing one of six places."""
-    worst = max(v[0] for v in mean_over(rows, ("model",), "error").values())
+    worst = max(v[0] for v in averages(rows, ("model",), "error").values())
     assert worst < 0.83, f"wrong answers {worst:.2f}, no better than guessing one of six places"
     return [f"every model answers better than chance: at most {worst:.2f} wrong of 0.83"]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, Verdict, held, less, spread
+from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
-from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.engine.results import Arm, Row
 
 FULL: dict[str, Any] = dict(
     models=("softmax", "linear", "performer", "dpfp-sum", "retnet", "elu-delta", "dpfp-delta", "delta", "gated-delta"),
@@ -80,7 +81,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.engine.training_step import TrainingStep, cosine_schedule
     from fastweights.lab.tasks import models
     from fastweights.lab.tasks.recall_sequences import accuracy, answers, counts, sequences, state_size
 
@@ -90,7 +91,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
         device
     )
     choices = torch.tensor(counts(most), device=device)
-    step = Steps(
+    step = TrainingStep(
         model,
         lambda tokens, labels: cross_entropy(
             answers(model, tokens).float().flatten(0, 1),
@@ -103,7 +104,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     # Fresh sequences at every step, each with its own number of pairs.
     for i in range(arm["steps"]):
         some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
-        loss = step(rate(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
+        loss = step(cosine_schedule(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
         if i % 100 == 0:
             report(i / arm["steps"], f"{arm['model']} width {arm['width']}, loss {float(loss):.2f}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -124,7 +125,7 @@ def best_rates(rows: list[Row]) -> dict[tuple, float]:
 
     Sorted from low to high accuracy, so that of several rates of a model the best comes last, and stays in the dict.
     """
-    means = mean_over(rows, ("width", "model", "lr"), "valid")
+    means = averages(rows, ("width", "model", "lr"), "valid")
     return {(width, model): lr for (width, model, lr), _ in sorted(means.items(), key=lambda found: found[1][0])}
 
 
@@ -139,7 +140,7 @@ def suited(rows: list[Row]) -> list[Row]:
 
 def table(rows: list[Row]) -> list[Row]:
     """A line per width and model: the learning rate that suits it, and the share recalled by number of pairs."""
-    rates, means = best_rates(rows), mean_over(suited(rows), ("width", "model", "tested"), "accuracy")
+    rates, means = best_rates(rows), averages(suited(rows), ("width", "model", "tested"), "accuracy")
     shown: dict[tuple, dict[str, Any]] = {}
     for (width, model, tested), (mean, _, _) in sorted(means.items(), key=lambda m: m[0][:1]):
         line = shown.setdefault((width, model), dict(width=width, model=model, rate=rates[width, model]))
@@ -153,7 +154,7 @@ def plot(rows: list[Row], path: Path) -> None:
     widths, tested = (sorted({r[c] for r in rows}) for c in ("width", "tested"))
     found = {r["model"] for r in rows}
     names = [m for m in FULL["models"] if m in found]
-    means = mean_over(rows, ("width", "model", "tested"), "accuracy")
+    means = averages(rows, ("width", "model", "tested"), "accuracy")
     note = (
         "Two blocks, a convolution of four tokens in every mixer; each model's rate chosen on other sequences. "
         "Dashed: sum rule. Small dots: the worst and the best seed."
@@ -174,7 +175,7 @@ def plot(rows: list[Row], path: Path) -> None:
             ax.set_xticks(tested, labels=tested)
             ax.set(title=f"width {width}", xlabel="key-value pairs", ylim=(-0.02, 1.04))
         panels[0].set_ylabel("recalled")
-        plotting.key(panels[-1], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        plotting.legend(panels[-1], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def size(rows: list[Row]) -> str:
@@ -188,17 +189,17 @@ def _recalled(rows: list[Row]) -> dict[tuple, float]:
 
     The mean over numbers of pairs is close to the area under a curve of the figure.
     """
-    return {key: numbers[0] for key, numbers in mean_over(suited(rows), ("width", "model"), "accuracy").items()}
+    return {key: numbers[0] for key, numbers in averages(suited(rows), ("width", "model"), "accuracy").items()}
 
 
 def _attention_recalls_all(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether attention recalls over 0.9 of the largest number of pairs at every width."""
     most = max(r["tested"] for r in rows)
-    found = mean_over([r for r in suited(rows) if r["tested"] == most], ("width",), "accuracy")
+    found = averages([r for r in suited(rows) if r["tested"] == most], ("width",), "accuracy")
     ours = ", ".join(
-        f"{spread(share, '.2f')} of {most} pairs at width {width}" for (width,), share in sorted(found.items())
+        f"{share.text('.2f')} of {most} pairs at width {width}" for (width,), share in sorted(found.items())
     )
-    return held(share[0] > 0.9 for share in found.values()), ours
+    return all_hold(share[0] > 0.9 for share in found.values()), ours
 
 
 def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
@@ -208,7 +209,7 @@ def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
     named = [m for m in (*DELTA, *SUM) if (widths[0], m) in share]
     ours = ", ".join(f"{m} {' '.join(f'{share[w, m]:.2f}' for w in widths)}" for m in named)
     pairs = [(share[widths[0], m], share[widths[-1], m]) for m in named]
-    return less(pairs), f"at widths {', '.join(map(str, widths))}: {ours}"
+    return all_less(pairs), f"at widths {', '.join(map(str, widths))}: {ours}"
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
@@ -218,7 +219,7 @@ def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")]
     better = {pair: [w for w in widths if share[w, pair[0]] > share[w, pair[1]]] for pair in pairs}
     ours = "; ".join(f"{a} ahead of {b} at {len(found)} of {len(widths)} widths" for (a, b), found in better.items())
-    return less((share[w, b], share[w, a]) for a, b in pairs for w in widths), ours
+    return all_less((share[w, b], share[w, a]) for a, b in pairs for w in widths), ours
 
 
 # Two of the paper's Figure 2, and the question that stands behind the delta rule.
@@ -252,7 +253,7 @@ CLAIMS = (
 
 def check_smoke(rows: list[Row]) -> list[str]:
     """Every model recalls more than twice what chance would."""
-    means = mean_over(suited(rows), ("width", "model", "tested"), "accuracy")
+    means = averages(suited(rows), ("width", "model", "tested"), "accuracy")
     chance = 2 / rows[0]["vocab"]
     worst = min(m[0] for m in means.values())
     assert worst > 2 * chance, f"recall {worst:.2f} is not above chance, {chance:.2f}, after a short training"

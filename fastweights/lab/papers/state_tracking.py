@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import OURS, Claim, Verdict, held, spread
+from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold
 from fastweights.lab.engine.experiment import Report
-from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.engine.results import Arm, Row
 
 FULL: dict[str, Any] = dict(groups=("S3", "S4", "A5", "S5"), writes=(1, 2, 3, 4), controls=("softmax", "gated-delta"),
                             length=128, tested=512, dim=64, heads=4, key_dim=32, batch=64,
@@ -87,7 +88,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     """
     import torch
 
-    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.engine.training_step import TrainingStep, cosine_schedule
     from fastweights.lab.tasks import permutation_trackers
     from fastweights.lab.tasks import permutation_words as task
 
@@ -110,13 +111,13 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
         found.copy_(each.detach())
         return each.sum()
 
-    step = Steps(model, objective, device, lr=arm["lr"], weight_decay=0.0, clip=float(len(rates)))
+    step = TrainingStep(model, objective, device, lr=arm["lr"], weight_decay=0.0, clip=float(len(rates)))
     course, steps = task.Course(len(rates), len(table), SMOOTHING, device), arm["steps"]
     for i in range(steps):
         part = next(part for share, part in PHASES if i < share * steps)
         length = max(arm["length"] // part, min(16, arm["length"]))
         words = task.words(table, len(rates), arm["batch"] * arm["length"] // length, length, generator)
-        step(rate(i, steps, 50), *words, course.counted(length, i >= ALL * steps))
+        step(cosine_schedule(i, steps, 50), *words, course.counted(length, i >= ALL * steps))
         if i % 5 == 4:
             course.learn(found, length - 1)
         if i % 200 == 199:
@@ -147,13 +148,13 @@ def table(rows: list[Row]) -> list[Row]:
     range.
     """
     named = [r | dict(name=label(r)) for r in rows]
-    means = mean_over(named, ("group", "name", "tokens"), "accuracy")
+    means = averages(named, ("group", "name", "tokens"), "accuracy")
     shown: dict[tuple, dict[str, Any]] = {}
     longest, trained = rows[0]["tested"], rows[0]["length"]
     for (group, name, n), (mean, low, high) in means.items():
         line = shown.setdefault((group, name), dict(group=group, model=name))
         if n in (trained, longest):
-            line[f"{n} tokens"] = spread((mean, low, high), ".2f")
+            line[f"{n} tokens"] = Average(mean, low, high).text(".2f")
     return list(shown.values())
 
 
@@ -161,7 +162,7 @@ def plot(rows: list[Row], path: Path) -> None:
     """Right products against the length of the word, a panel per group."""
     groups = list(dict.fromkeys(r["group"] for r in rows))
     rows = [r | dict(name=label(r)) for r in rows]
-    means = mean_over(rows, ("group", "name", "tokens"), "accuracy")
+    means = averages(rows, ("group", "name", "tokens"), "accuracy")
     names = list(dict.fromkeys(r["name"] for r in rows))
     trained = rows[0]["length"]
     note = (
@@ -194,11 +195,11 @@ def plot(rows: list[Row], path: Path) -> None:
                     dashed=known or name.endswith(" 1"),
                     band=([points[n][1] for n in x], [points[n][2] for n in x]),
                 )
-            ax.axvline(trained, color=plotting.PAPER, linewidth=1)
+            ax.axvline(trained, color=plotting.GREY, linewidth=1)
             ax.set_xscale("log", base=2)
             ax.set(title=group, xlabel="tokens in the word", ylim=(-0.02, 1.04))
         panels[0].set_ylabel("right products")
-        plotting.key(panels[-1], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        plotting.legend(panels[-1], published=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def size(rows: list[Row]) -> str:
@@ -209,16 +210,16 @@ def size(rows: list[Row]) -> str:
     return f"{groups}; {first['dim']} wide, {first['length']} tokens in training, {steps} steps"
 
 
-def _longest(rows: list[Row], tokens: str = "tested") -> dict[tuple, tuple[float, float, float]]:
+def _longest(rows: list[Row], tokens: str = "tested") -> dict[tuple, Average]:
     """{(group, writes, model): mean, lowest and highest seed} for words of the longest length, or of training's."""
     asked = [r for r in rows if r["tokens"] == r[tokens]]
-    return mean_over(asked, ("group", "writes", "model"), "accuracy")
+    return averages(asked, ("group", "writes", "model"), "accuracy")
 
 
-def _shown(found: dict[tuple, tuple[float, float, float]]) -> str:
+def _shown(found: dict[tuple, Average]) -> str:
     """Shares by group and number of writes, as text."""
     return "; ".join(
-        f"{group} {f'{model} ' if model != 'delta' else f'n={n} '}{spread(x, '.2f')}"
+        f"{group} {f'{model} ' if model != 'delta' else f'n={n} '}{x.text('.2f')}"
         for (group, n, model), x in found.items()
     )
 
@@ -226,10 +227,10 @@ def _shown(found: dict[tuple, tuple[float, float, float]]) -> str:
 def _none_solves(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether no seed of any model gives SOLVED of the products of the longest words."""
     found = _longest(rows)
-    return held(high < SOLVED for _, _, high in found.values()), _shown(found)
+    return all_hold(high < SOLVED for _, _, high in found.values()), _shown(found)
 
 
-def _enough_writes(rows: list[Row]) -> dict[tuple, tuple[float, float, float]]:
+def _enough_writes(rows: list[Row]) -> dict[tuple, Average]:
     """Shares at the longest length of the models with enough writes for their group."""
     return {k: x for k, x in _longest(rows).items() if k[1] >= ENOUGH[k[0]]}
 
@@ -237,19 +238,19 @@ def _enough_writes(rows: list[Row]) -> dict[tuple, tuple[float, float, float]]:
 def _swaps_suffice(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the best seed of each model with enough writes solves the longest words."""
     found = _enough_writes(rows)
-    return held(high >= SOLVED for _, _, high in found.values()), _shown(found)
+    return all_hold(high >= SOLVED for _, _, high in found.values()), _shown(found)
 
 
 def _in_training(rows: list[Row]) -> tuple[Verdict, str]:
     """The same at the length of training."""
     found = {k: x for k, x in _longest(rows, "length").items() if k[1] >= ENOUGH[k[0]]}
-    return held(high >= SOLVED for _, _, high in found.values()), _shown(found)
+    return all_hold(high >= SOLVED for _, _, high in found.values()), _shown(found)
 
 
 def _rotations_need_two(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the best seed of each of these models solves the longest words."""
     found = _longest(rows)
-    return held(high >= SOLVED for _, _, high in found.values()), _shown(found)
+    return all_hold(high >= SOLVED for _, _, high in found.values()), _shown(found)
 
 
 CLAIMS = (

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.claims import Claim, Verdict, held, less, spread
+from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
-from fastweights.lab.engine.results import Arm, Row, mean_over
+from fastweights.lab.engine.results import Arm, Row
 
 # kind -> BLEU on newstest2014, Table 1, at as many features per head
 PUBLISHED = {"softmax": 27.7, "elu+1": 26.8, "favor-32": 24.4, "favor-128": 25.3, "favor-256": 27.7, "dpfp-2": 26.9,
@@ -76,7 +77,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
     from torch.nn.functional import cross_entropy
 
     from fastweights import features
-    from fastweights.lab.engine.captured_steps import Steps, rate
+    from fastweights.lab.engine.training_step import TrainingStep, cosine_schedule
     from fastweights.lab.tasks import sentence_pairs
     from fastweights.lab.tasks.encoder_decoder import Translator, translate
 
@@ -91,7 +92,7 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
         return cross_entropy(logits, wanted, ignore_index=sentence_pairs.PAD, label_smoothing=0.1)
 
     to = lambda arrays: tuple(torch.from_numpy(x).to(device) for x in arrays)  # noqa: E731
-    step = Steps(model, objective, device, lr=arm["lr"], weight_decay=0.01)
+    step = TrainingStep(model, objective, device, lr=arm["lr"], weight_decay=0.01)
     order = random.Random(arm["seed"])
     pairs = list(found.splits["train"])
     # Sentences are shuffled within an epoch, and so are their batches.
@@ -101,7 +102,9 @@ def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
         order.shuffle(batches)
         for i, batch in enumerate(batches):
             done = epoch + i / len(batches)
-            share = min((done + 0.05) / 2, rate(int(1000 * done), 1000 * arm["epochs"]))  # two epochs of warm-up
+            share = min(
+                (done + 0.05) / 2, cosine_schedule(int(1000 * done), 1000 * arm["epochs"])
+            )  # two epochs of warm-up
             loss = step(share, *to(batch))
         report(epoch / arm["epochs"], f"{arm['kind']}, loss {float(loss):.2f}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -127,7 +130,7 @@ def table(rows: list[Row]) -> list[Row]:
     """A line per kind of attention: features, BLEU on validation and test with its range over seeds, and the
     paper's.
     """
-    means = {c: mean_over(rows, ("kind",), c) for c in ("valid_bleu", "test_bleu", "seconds")}
+    means = {c: averages(rows, ("kind",), c) for c in ("valid_bleu", "test_bleu", "seconds")}
     width = {r["kind"]: r.get("features") for r in rows}
     return [
         dict(
@@ -171,9 +174,9 @@ def size(rows: list[Row]) -> str:
     return f"{some['depth']} + {some['depth']} layers of width {some['dim']}, {some['read']}, {some['epochs']} epochs"
 
 
-def _bleu(rows: list[Row]) -> dict[str, tuple[float, float, float]]:
+def _bleu(rows: list[Row]) -> dict[str, Average]:
     """Test BLEU by kind: mean, lowest and highest over seeds."""
-    return {kind: numbers for (kind,), numbers in mean_over(rows, ("kind",), "test_bleu").items()}
+    return {kind: numbers for (kind,), numbers in averages(rows, ("kind",), "test_bleu").items()}
 
 
 def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
@@ -183,16 +186,16 @@ def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
     """
     score = _bleu(rows)
     near = {k: score["softmax"][0] - v[0] for k, v in score.items() if k != "softmax"}
-    ours = ", ".join(f"{k} {spread(score[k], '.1f')}" for k in score)
-    return held(gap <= WITHIN for gap in near.values()), ours
+    ours = ", ".join(f"{k} {score[k].text('.1f')}" for k in score)
+    return all_hold(gap <= WITHIN for gap in near.values()), ours
 
 
 def _favor_needs_more(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether FAVOR+ is behind maps with fewer features, and gains by more."""
     score = _bleu(rows)
     pairs = [("favor-32", "elu+1"), ("favor-32", "favor-128"), ("favor-128", "dpfp-2")]
-    ours = ", ".join(f"{k} {spread(v, '.1f')}" for k, v in score.items())
-    return less((score[a][0], score[b][0]) for a, b in pairs), ours
+    ours = ", ".join(f"{k} {v.text('.1f')}" for k, v in score.items())
+    return all_less((score[a][0], score[b][0]) for a, b in pairs), ours
 
 
 def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
@@ -200,7 +203,7 @@ def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
     score = _bleu(rows)
     best = max((k for k in score if k != "softmax"), key=lambda k: score[k][0])
     others = [v[0] for k, v in score.items() if k != "softmax"]
-    return less(
+    return all_less(
         (v, score["softmax"][0]) for v in others
     ), f"{score['softmax'][0]:.1f} against {score[best][0]:.1f} ({best})"
 

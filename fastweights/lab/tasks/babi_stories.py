@@ -15,7 +15,7 @@ import torch
 
 from fastweights.core import FastWeightError
 from fastweights.files import read_text
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 
 TASKS = (
     "single fact", "two facts", "three facts", "two relations", "three relations", "yes or no", "counting", "lists",
@@ -148,7 +148,7 @@ def wrong_answers(model: Any, answers: Any, found: Stories, tokens: int, device:
     model.eval()
     wrong, asked = np.zeros(21), np.zeros(21)
     for words, labels, tasks in batches(found.test, found, tokens):
-        with captured_steps.autocast(device):
+        with training_step.autocast(device):
             guess = answers(torch.from_numpy(words).to(device)).argmax(-1).cpu().numpy()
         np.add.at(wrong, tasks, ((guess != labels) & (labels >= 0)).sum(1))
         np.add.at(asked, tasks, (labels >= 0).sum(1))

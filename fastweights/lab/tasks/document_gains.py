@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.results import Row, mean_over
+from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.results import Row
 
 COLOURS = {1.0: plotting.PALETTE[1], 0.999: plotting.PALETTE[4], 0.99: plotting.PALETTE[2]}  # by decay
 LOWEST = -1.0  # nats that are drawn
 
 
-def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, tuple[float, float, float]]:
+def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, Average]:
     """What `mode` gains over the static model trained on the same windows.
 
     Args:
@@ -29,7 +30,7 @@ def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, tuple[float,
         for r in found
         if r["mode"] == mode and place(r) in static and which.items() <= r.items()
     ]
-    return mean_over(pairs, ("body", "by", "bin"), "gain")
+    return averages(pairs, ("body", "by", "bin"), "gain")
 
 
 def variants(rows: list[dict]) -> list[dict]:
@@ -74,10 +75,10 @@ def plot(rows: list[Row], path: Path) -> None:
                     band = ([found[b][1] for b in x], [found[b][2] for b in x])
                     plotting.curve(ax, x, [found[b][0] for b in x], label=label, band=band, **look)
                 ax.set_xticks(range(len(at)), [f"{a // 1000}k+" if a >= 1000 else f"{a}+" for a in at])
-                ax.axhline(0, color=plotting.PAPER, linewidth=0.8)
+                ax.axhline(0, color=plotting.GREY, linewidth=0.8)
                 ax.set_ylim(bottom=max(LOWEST, ax.get_ylim()[0]))
                 for length in {k["length"] for k in variants(rows)} & set(at) if by == "position" else ():
-                    ax.axvline(at.index(length) - 0.5, color=plotting.PAPER, linewidth=1, linestyle=":")
+                    ax.axvline(at.index(length) - 0.5, color=plotting.GREY, linewidth=1, linestyle=":")
                 ax.set(xlabel=name, title=f"{body} body")
             line[0].set_ylabel("nats per token gained")
         handles = np.ravel(axes)[0].get_legend_handles_labels()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 from fastweights.lab.tasks import corpora
 from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
 from fastweights.torch.cache import NeuralCache, recorded
@@ -57,7 +57,7 @@ def score(
     """
     model.eval()
     rows = [torch.from_numpy(d)[None].to(device) for d in docs]
-    with captured_steps.autocast(device):
+    with training_step.autocast(device):
         if mode != "dynamic":
             with torch.no_grad():
                 return [_carried(model, row, mode, window) for row in rows]

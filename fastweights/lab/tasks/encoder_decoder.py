@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights import features
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 from fastweights.lab.tasks.sentence_pairs import END, LENGTHS, PAD, START, UNKNOWN, Pairs
 from fastweights.torch.ops import fast_weight, feature_map
 
@@ -165,7 +165,7 @@ def translate(model: Translator, found: Pairs, split: str, device: str) -> tuple
         source = torch.full((len(some), longest), PAD)
         for i, (a, _) in enumerate(some):
             source[i, : len(a) + 1] = torch.tensor([found.source.get(w, UNKNOWN) for w in a] + [END])
-        with captured_steps.autocast(device):
+        with training_step.autocast(device):
             out = model.greedy(source.to(device), LENGTHS[-1]).cpu().tolist()
         for row, (_, b) in zip(out, some, strict=True):
             row = row[: row.index(END)] if END in row else row

@@ -15,7 +15,7 @@ from fastweights.attention.arguments import NORMS
 from fastweights.attention.config import AttentionConfig
 from fastweights.attention.memory import mix
 from fastweights.features import EPS as FEATURE_EPS
-from fastweights.lab.engine.learners import adam, descend
+from fastweights.lab.engine.training import adam, descend
 from fastweights.lab.tasks.key_value_pairs import Task
 from fastweights.torch import fast_weight, feature_map
 from fastweights.torch.framework import OPS

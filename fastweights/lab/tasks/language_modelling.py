@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 from fastweights.lab.engine.results import Arm
 from fastweights.lab.tasks.corpora import Text
 from fastweights.models.language_model import LanguageModel, State
@@ -48,7 +48,7 @@ def train(
             memory.write(scores.state)
         return scores.loss.mean()
 
-    step = captured_steps.Steps(model, objective, device, lr=arm["lr"])
+    step = training_step.TrainingStep(model, objective, device, lr=arm["lr"])
     for i in range(count):
         if carried:
             at = i % max(1, (span - 1) // length)
@@ -56,7 +56,7 @@ def train(
         else:
             first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
             rows, keep = stream[first + offsets[:1]], torch.tensor(0.0)
-        loss = step(captured_steps.rate(i, count, min(100, count // 10 + 1)), rows, keep.to(device))
+        loss = step(training_step.cosine_schedule(i, count, min(100, count // 10 + 1)), rows, keep.to(device))
         if i % 50 == 0:
             report(i / count, f"{arm['group']} {arm['corpus']} {arm['model']}, loss {float(loss):.2f}")
 
@@ -107,7 +107,7 @@ def score_windows(model: LanguageModel, stream: np.ndarray, length: int, device:
     total = count = 0.0
     for some in firsts.split(max(1, 2**17 // length)):
         rows = tokens[some[:, None] + torch.arange(length + 1, device=device)]
-        with captured_steps.autocast(device):
+        with training_step.autocast(device):
             loss = model.score(rows[:, :-1], rows[:, 1:]).loss.float()
         loss[(some > 0).nonzero()[:, 0], :half] = 0.0
         total, count = total + float(loss.sum()), count + len(some) * half + half * int((some == 0).any())
@@ -128,7 +128,7 @@ def score_carried(model: LanguageModel, stream: np.ndarray, device: str, segment
     tokens, state, total = torch.from_numpy(stream).to(device)[None], model.init_state(1), 0.0
     for at in range(0, len(stream) - 1, segment):
         part = tokens[:, at : at + segment + 1]
-        with captured_steps.autocast(device):
+        with training_step.autocast(device):
             scores = model.score(part[:, :-1], part[:, 1:], state)
         state, total = scores.state, total + float(scores.loss.double().sum())
     return total / (len(stream) - 1)

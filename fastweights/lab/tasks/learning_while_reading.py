@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 from fastweights.lab.engine.results import Arm, Row
 from fastweights.lab.tasks import models
 from fastweights.lab.tasks.corpora import Text
@@ -67,13 +67,13 @@ def train(model: Any, found: Text, arm: Arm, device: str, report: Callable[[floa
         return (1 - SLOW_SHARE) * scores.loss.mean() + SLOW_SHARE * scores.slow.mean()
 
     step, count = (
-        captured_steps.Steps(model, objective, device, lr=arm["lr"]),
+        training_step.TrainingStep(model, objective, device, lr=arm["lr"]),
         max(1, arm["tokens"] // (batch * length)),
     )
     for i in range(count):
         first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
         loss = step(
-            captured_steps.rate(i, count, min(100, count // 10 + 1)),
+            training_step.cosine_schedule(i, count, min(100, count // 10 + 1)),
             stream[first + torch.arange(length + 1, device=device)],
         )
         if i % 20 == 0:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
-from fastweights.lab.engine.learners import adam, descend
+from fastweights.lab.engine.training import adam, descend
 from fastweights.torch import FastWeightRNN
 
 LETTERS, DIGITS, PAIRS = 26, 10, 4

@@ -20,7 +20,7 @@ def language(arm: dict, *, device: str, report: Any) -> list[dict]:
     Returns:
         Rows of phase "training" (step, loss in bits per byte) and "position" (loss and memory of each window read on).
     """
-    from fastweights.lab.engine.captured_steps import Steps, autocast, rate
+    from fastweights.lab.engine.training_step import TrainingStep, autocast, cosine_schedule
     from fastweights.lab.tasks import corpora, models
     from fastweights.models.language_model import State
 
@@ -49,10 +49,10 @@ def language(arm: dict, *, device: str, report: Any) -> list[dict]:
             return float(objective(rows)) / math.log(2)
 
     held_out = windows(valid, min(128, 4 * B))
-    step = Steps(model, objective, device, lr=arm["lr"], weight_decay=0.0)
+    step = TrainingStep(model, objective, device, lr=arm["lr"], weight_decay=0.0)
     found: list[dict[str, Any]] = []
     for n in range(steps):
-        step(rate(n, steps, warmup=min(50, steps // 4)), windows(train, B))
+        step(cosine_schedule(n, steps, warmup=min(50, steps // 4)), windows(train, B))
         if (n + 1) % max(1, steps // 12) == 0 or n + 1 == steps:
             found.append(dict(phase="training", step=n + 1, loss=bits(held_out)))
             report((n + 1) / steps, f"{arm['norm']}, {found[-1]['loss']:.3f} bits per byte")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.lab.engine.captured_steps import autocast
+from fastweights.lab.engine.training_step import autocast
 from fastweights.lab.tasks.permutation_words import words
 from fastweights.models.rotary import angles, rotate
 from fastweights.torch import fast_weight

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.lab.engine import captured_steps
+from fastweights.lab.engine import training_step
 
 TESTED = 1024  # sequences per number of pairs
 
@@ -66,7 +66,7 @@ def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generat
     for _ in range(max(1, TESTED // 256)):
         tokens, labels = sequences(256, torch.full((256,), n, device=device), most, vocab, generator)
         labels = labels[:, labels.shape[1] // 2 :: 2]
-        with captured_steps.autocast(device):
+        with training_step.autocast(device):
             guess = answers(model, tokens).argmax(-1)
         right, asked = right + float((guess == labels).sum()), asked + float((labels >= 0).sum())
     return right / asked

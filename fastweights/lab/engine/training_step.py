@@ -1,4 +1,4 @@
-"""Training steps of small models, recorded once on a GPU and replayed: launching one costs more than running it."""
+"""A training step of a model on a batch that is handed over: AdamW, its learning rate, and mixed precision."""
 
 import math
 from collections.abc import Callable
@@ -7,20 +7,20 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from fastweights.lab.engine.replay import Replay
+from fastweights.lab.engine.cuda_graphs import GraphedFunction
 
 
-def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine down to `final`.
+def cosine_schedule(step: float, steps: float, warmup: float = 0, final: float = 0.05) -> float:
+    """The learning rate as a share of its peak: linear warm-up, then a cosine down to `final`.
 
     Args:
-        step: counted from 0.
-        steps: of the whole run.
+        step: steps done, so 0 at the first.
+        steps: of the whole training.
         warmup: steps in which the rate rises.
         final: share of the peak that is left at the end.
 
     Examples:
-        >>> [rate(step, 100, warmup=10) for step in (0, 9, 100)]
+        >>> [cosine_schedule(step, 100, warmup=10) for step in (0, 9, 100)]
         [0.1, 1.0, 0.05]
     """
     if step < warmup:
@@ -29,20 +29,22 @@ def rate(step: int, steps: int, warmup: int = 0, final: float = 0.05) -> float:
 
 
 def autocast(device: str) -> AbstractContextManager:
-    """bfloat16 products on a GPU, float32 elsewhere."""
+    """A context in which matrix products are in bfloat16 on a GPU, and in float32 as usual on a CPU."""
     return torch.autocast("cuda" if device.startswith("cuda") else "cpu", torch.bfloat16, device.startswith("cuda"))
 
 
-class Steps:
-    """AdamW on `objective(*tensors) -> loss`; each call is one step and returns the loss before it, a tensor.
+class TrainingStep:
+    """One step of AdamW on `objective(*tensors) -> loss` per call; returns the loss before the step, a tensor.
+
+    On a GPU the step is captured as a CUDA graph, so the objective must never wait for a number.
 
     Args:
-        model: whose parameters train; weight decay is for matrices alone.
-        objective: of the tensors of a batch. On a GPU it runs with bfloat16 products and is recorded, so it must never
-            wait for a number.
+        model: whose parameters are trained; only matrices have weight decay.
+        objective: from the tensors of a batch to the loss; runs under `autocast`.
         device: "cpu" or "cuda".
         lr: the peak learning rate.
-        weight_decay, clip: of AdamW, and the largest norm of a gradient.
+        weight_decay: of AdamW.
+        clip: the largest norm of the gradient of all parameters together.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class Steps:
         parameters = list(model.parameters())
         matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
         groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
-        at = torch.tensor(lr, device=device) if on_gpu else lr
         optimizer = self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=at, betas=(0.9, 0.98), fused=True, capturable=on_gpu
+            [group for group in groups if group["params"]],
+            lr=torch.tensor(lr, device=device) if on_gpu else lr,  # a CUDA graph reads the rate from a tensor
+            betas=(0.9, 0.98),
+            fused=True,
+            capturable=on_gpu,
         )
 
-        def step(*tensors: Tensor) -> Tensor:
+        def step(*tensors: Tensor) -> Tensor:  # has no reference to self, as `GraphedFunction` asks
             optimizer.zero_grad(set_to_none=True)
             with autocast(device):
                 loss = objective(*tensors)
@@ -74,14 +79,19 @@ class Steps:
             optimizer.step()
             return loss.detach()
 
-        self.replay = Replay(step, device)  # which knows nothing of self: a circle would keep the recordings alive
+        self.step = GraphedFunction(step, device)
 
     def __call__(self, share: float, *tensors: Tensor) -> Tensor:
-        """One step on a batch.  share: of the peak learning rate."""
+        """Take a step.
+
+        Args:
+            share: of the peak learning rate, such as `cosine_schedule` gives.
+            tensors: of the batch, as `objective` takes them.
+        """
         self.model.train()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(self.lr * share)
             else:
                 group["lr"] = self.lr * share
-        return self.replay(*tensors)
+        return self.step(*tensors)
