@@ -211,7 +211,7 @@ def test_failures_in_processes_cost_their_arms_alone(tmp_path):
     pool = processes.ProcessPool(
         [(plan, arm) for arm in plan.chosen], "cpu", None, math.inf, lambda *message: shown.append(message)
     )
-    pool.device, pool.context = "cuda", forked()  # only the pool believes that there is a GPU
+    pool.retries, pool.context = True, forked()  # as on a GPU
     failures, failed = [], pool._failed
     pool._failed = lambda number, i, error: (failures.append(i), failed(number, i, error))
     errors = pool.run(2)

@@ -45,6 +45,7 @@ class ProcessPool:
 
     def __init__(self, tasks: list[Task], device: str, data: Path | None, deadline: float, show: ShowProgress):
         self.tasks, self.device, self.data, self.deadline, self.show = tasks, device, data, deadline, show
+        self.retries = device != "cpu"  # whether a failed task is tried once more
         self.waiting = deque(range(len(tasks)))  # indices of tasks that no process has been given
         self.errors: dict[int, str] = {}  # by the index of the task that failed
         self.context = multiprocessing.get_context("spawn")
@@ -118,7 +119,7 @@ class ProcessPool:
     def _failed(self, number: int, i: int, error: str) -> None:
         """Note the error of task i in process `number`, and let the task wait for another try where it gets one."""
         plan, arm = self.tasks[i]
-        try_again = self.device != "cpu" and i not in self.errors
+        try_again = self.retries and i not in self.errors
         self.errors[i] = error
         if try_again:
             self.waiting.append(i)
