@@ -89,7 +89,7 @@ def test_carried_training_sees_what_one_pass_sees():
     """The state that a step leaves behind is the state after its segment; keep = 0 forgets it."""
     model = models.build(["delta", "softmax"], 20, dim=16, heads=2, conv=4, window=8).eval()
     tokens = torch.randint(20, (3, 17))
-    memory, losses = language_modelling.Carried(model, 3), []
+    memory, losses = language_modelling.CarriedState(model, 3), []
     with torch.no_grad():
         whole = model.score(tokens[:, :-1], tokens[:, 1:]).loss
         for at in (0, 8):
@@ -148,7 +148,7 @@ def test_corpora_are_split_and_say_what_they_read(tmp_path):
     found = corpora.load("wikitext-2-words", tmp_path)
     assert found.name == "wikitext-2-words"
     assert len(found.starts["train"]) == 2  # a section is no document
-    assert ((found.valid == 0).sum(), (found.train == 0).sum()) == (1, 0)  # d was never seen
+    assert ((found.streams["valid"] == 0).sum(), (found.streams["train"] == 0).sum()) == (1, 0)  # d was never seen
     with pytest.raises(
         FastWeightError, match=r"data is .*; expected a folder with enwik8\*, which enwik8 is read from"
     ):
@@ -181,7 +181,7 @@ def test_stories_from_files(tmp_path):
 
 def test_made_up_stories_are_true():
     for seed in range(20):
-        story = made_up_stories._made_up(random.Random(seed), 1)
+        story = made_up_stories.make_story(random.Random(seed), 1)
         where = {}
         for i, word in enumerate(story.words):
             if word == "went":
@@ -209,7 +209,7 @@ def test_translator_ignores_padding_and_the_future(kind):
 @pytest.mark.parametrize("kind", ["elu+1", "dpfp-2"])
 def test_attention_is_a_weighted_mean_of_values(kind):
     """Against the weights written out, causal or not, with a mask."""
-    layer = encoder_decoder.Attend(8, 2, kind)
+    layer = encoder_decoder.MultiHeadAttention(8, 2, kind)
     x, mask = torch.randn(2, 5, 8), torch.tensor([[True] * 5, [True, True, False, True, False]])
     q = encoder_decoder.feature_map(layer.query(x).unflatten(-1, (2, -1)), kind)
     k, v = layer.key_value(x).unflatten(-1, (2, 2, -1)).unbind(2)
@@ -224,7 +224,7 @@ def test_attention_is_a_weighted_mean_of_values(kind):
 
 def test_pairs_as_arrays():
     found = sentence_pairs.made_up(50)
-    batches = sentence_pairs.arrays(found.splits["train"], found, 256)
+    batches = sentence_pairs.batches(found.splits["train"], found, 256)
     source, target = batches[0]
     assert source.shape[1] + 1 == target.shape[1]
     assert (target[:, 0] == sentence_pairs.START).sum() == min(len(found.splits["train"]), len(target))
@@ -258,7 +258,7 @@ def test_repetitions_and_bins():
 
 
 def test_documents_are_cut_at_their_starts():
-    found = corpora.Text("x", 9, np.arange(9), np.arange(9), np.arange(9), {"test": np.array([0, 4, 6])}, 1.0, False)
+    found = corpora.Corpus("x", 9, {"test": np.arange(9)}, {"test": np.array([0, 4, 6])}, 1.0)
     assert [d.tolist() for d in document_losses.documents(found, "test", 5)] == [[0, 1, 2, 3], [4, 5]]
 
 
@@ -288,11 +288,11 @@ def test_gains_are_over_the_static_model_of_the_same_windows():
     rows = [place | dict(length=n, mode="static", nats=nats) for n, nats in ((8, 5.0), (32, 4.0))]
     rows += [place | dict(length=n, mode="fast", decay=decay, nats=nats) for n, decay, nats in
              ((8, 0.999, 4.5), (32, 0.999, 3.9), (32, 1.0, 3.0))]  # fmt: skip
-    gain = lambda **which: fast_weight_layers.gains(rows, "fast", **which)["softmax", "all", 0]  # noqa: E731
-    assert gain(length=8)[0] == 0.5
-    assert gain(length=32, decay=1.0)[0] == 1.0
+    gain = lambda **which: fast_weight_layers.gains(rows, "fast", **which)["softmax", "all", 0].mean  # noqa: E731
+    assert gain(length=8) == 0.5
+    assert gain(length=32, decay=1.0) == 1.0
     refreshed = place | dict(length=8, mode="fast", refresh=64, nats=4.25)
-    assert fast_weight_layers.gains([*rows, refreshed], "fast", refresh=64)["softmax", "all", 0][0] == 0.75
+    assert fast_weight_layers.gains([*rows, refreshed], "fast", refresh=64)["softmax", "all", 0].mean == 0.75
     assert fast_weight_layers.refreshes([*rows, refreshed]) == [64]
     assert fast_weight_layers.variants(rows) == [dict(length=8, decay=0.999), dict(length=32, decay=1.0),
                                                  dict(length=32, decay=0.999)]  # fmt: skip
@@ -303,5 +303,5 @@ def test_recall_chooses_rates_on_validation_sequences():
     rows = [dict(model="delta", width=16, tested=4, seed=seed, lr=lr, valid=valid, accuracy=accuracy)
             for seed in (0, 1) for lr, valid, accuracy in ((1e-3, 0.2, 0.9), (3e-3, 0.5 + seed / 10, 0.4))]  # fmt: skip
     assert recall.best_rates(rows) == {(16, "delta"): 3e-3}
-    assert [r["accuracy"] for r in recall.suited(rows)] == [0.4, 0.4]
+    assert [r["accuracy"] for r in recall.at_best_rates(rows)] == [0.4, 0.4]
     assert recall.table(rows) == [{"width": 16, "model": "delta", "rate": 3e-3, "4 pairs": 0.4}]

@@ -13,7 +13,7 @@ from fastweights.lab.engine import cuda_graphs  # noqa: E402
 from fastweights.lab.engine.training import adam, descend, train  # noqa: E402
 from fastweights.lab.tasks import permutation_trackers, permutation_words  # noqa: E402
 from fastweights.lab.tasks.key_value_pairs import Task  # noqa: E402
-from fastweights.lab.tasks.key_value_retrieval import Model, effective  # noqa: E402
+from fastweights.lab.tasks.key_value_retrieval import Model, delta_rule_writes  # noqa: E402
 
 MODELS = [("elu+1", "sum", "attention", "stable"), ("favor-64", "sum", "attention", "published"),
           ("favor-64", "sum", "attention", "stable"), ("dpfp-2", "delta", "sum", "stable"),
@@ -34,11 +34,11 @@ def test_weights_of_pairs_are_the_memory_read(float64, features, rule, norm, for
     """What training reads without a memory is what scoring reads from one, gradients included."""
     torch.manual_seed(0)
     model = Model(Task(9, replace=rule == "delta"), features, rule, norm, form=form, copies=2)
-    model.bank = None if model.bank is None else model.bank.double()
+    model.rotations = None if model.rotations is None else model.rotations.double()
     keys, values = model.task.sequences(3, model.task.length, 2, "cpu")
-    asked, directions = model.task.question(keys, values)[0][:, None], model.directions()
+    asked, directions = model.task.question(keys, values)[0][:, None], model.draw_directions()
     got = model.attend(keys, values, asked, directions)
-    want = model.read(*model.memory(keys, values, directions), asked, directions)
+    want = model.read(*model.write(keys, values, directions), asked, directions)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     used = [p for p in model.parameters if p.requires_grad]
     for a, b in zip(torch.autograd.grad(got.square().sum(), used), torch.autograd.grad(want.square().sum(), used),
@@ -51,8 +51,8 @@ def test_memory_rule_of_the_fwm(float64):
     torch.manual_seed(0)
     model = Model(Task(5, replace=True), "tanh", "fwm", "none", copies=1)
     keys, values = model.task.sequences(2, 10, 1, "cpu")
-    got, _ = model.memory(keys, values, None)
-    k, beta, v = torch.tanh(model.raw_keys(keys, values)), model.rates(keys, values), model.eye[values]
+    got, _ = model.write(keys, values, None)
+    k, beta, v = torch.tanh(model.project_keys(keys, values)), model.write_rates(keys, values), model.one_hot[values]
     W = torch.zeros(2, 5, 64)
     for t in range(10):
         old = torch.einsum("bvk,bk->bv", W, k[:, t, 0])
@@ -84,11 +84,11 @@ def test_bounded_norms_never_grow():
     torch.manual_seed(0)
     raw, beta = 3 * torch.randn(2, 50, 1, 16), torch.rand(2, 50, 1)
     for norm in ("sum", "l2", "hellinger", "nlms"):
-        k, rate, _ = effective(norm, "elu+1", raw, beta)
+        k, rate, _ = delta_rule_writes(norm, "elu+1", raw, beta)
         gain = rate * k.square().sum(-1)
         assert gain.min() >= 0
         assert gain.max() <= 1 + 1e-5
-    k, rate, _ = effective("none", "elu+1", raw, beta)
+    k, rate, _ = delta_rule_writes("none", "elu+1", raw, beta)
     assert (rate * k.square().sum(-1)).max() > 2
 
 
@@ -191,7 +191,7 @@ def test_bench_lab_checks_first(monkeypatch):
 
 
 def test_stacked_lstm_is_torch_lstm():
-    from fastweights.lab.tasks.letters_and_digits import LSTM, Learner, Network, sequences
+    from fastweights.lab.tasks.letters_and_digits import LSTM, Network, RetrievalLearner, sequences
 
     torch.manual_seed(0)
     ours, x = LSTM(5, 7), torch.randn(3, 6, 5)
@@ -199,7 +199,7 @@ def test_stacked_lstm_is_torch_lstm():
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         getattr(theirs, f"{name}_l0").data.copy_(getattr(ours.cell, name))
     torch.testing.assert_close(ours(x)[0], theirs(x)[0])
-    learner = Learner("fast", 9, copies=2, device="cpu")
+    learner = RetrievalLearner("fast", 9, copies=2, device="cpu")
     symbols, digits = sequences(2, 4, "cpu")
     torch.manual_seed(1)  # the second copy's seed
     torch.testing.assert_close(learner(symbols)[1], Network("fast", 9)(symbols[1]))
@@ -230,10 +230,10 @@ def test_copies_that_track_words_know_nothing_of_each_other(mixer, writes):
     model = permutation_trackers.Trackers(6, mixer, beta_max=[1.0, 2.0], writes=writes, dim=8, heads=2, key_dim=4)
     table, generator = permutation_words.multiplication_table("S3"), torch.Generator().manual_seed(0)
     tokens, products = permutation_words.words(table, 2, 3, 16, generator)
-    course = permutation_words.Course(2, 6, 0.1, "cpu")
-    course.learn(torch.tensor([0.0, 9.0]), 16)
-    assert course.counted(5).tolist() == [[0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]
-    first, _ = permutation_trackers.losses(model, tokens, products, course.counted(16), 0.1)
+    curriculum = permutation_words.Curriculum(2, 6, 0.1, "cpu")
+    curriculum.update(torch.tensor([0.0, 9.0]), 16)
+    assert curriculum.mask(5).tolist() == [[0, 1, 1, 1, 0], [0, 1, 1, 0, 0]]
+    first, _ = permutation_trackers.losses(model, tokens, products, curriculum.mask(16), 0.1)
     first.backward()
     for p in model.parameters():
         p = p.grad if p.grad.shape[0] == 2 else p.grad.transpose(0, 1)

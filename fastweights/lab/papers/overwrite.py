@@ -12,26 +12,37 @@ Differs: three seeds instead of one; scored at L = S, as the released code does 
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.averages import Average, averages, means
 from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
-from fastweights.lab.engine.results import Row
+from fastweights.lab.engine.experiment import Report
+from fastweights.lab.engine.results import Arm, Row
 
-# features, rule, norm, form
-MODELS: dict[str, tuple[str, str, str, str]] = {
-    "softmax": ("softmax", "sum", "attention", "stable"),
-    "elu+1 sum": ("elu+1", "sum", "attention", "stable"),
-    "dpfp-1 sum": ("dpfp-1", "sum", "attention", "stable"),
-    "elu+1 delta": ("elu+1", "delta", "sum", "stable"),
-    "dpfp-1 delta": ("dpfp-1", "delta", "sum", "stable"),
-    "dpfp-2 delta": ("dpfp-2", "delta", "sum", "stable"),
-    "favor-64 delta": ("favor-64", "delta", "sum", "published"),
-    "favor-64 delta, logarithms": ("favor-64", "delta", "sum", "stable"),
-    "dpfp-1 fwm": ("dpfp-1", "fwm", "none", "stable"),
-    "tanh fwm": ("tanh", "fwm", "none", "stable"),
+
+class Kind(NamedTuple):
+    """Arguments of a retrieval model (tasks/key_value_retrieval.py)."""
+
+    features: str
+    rule: str
+    norm: str
+    form: str = "stable"
+
+
+MODELS = {
+    "softmax": Kind("softmax", "sum", "attention"),
+    "elu+1 sum": Kind("elu+1", "sum", "attention"),
+    "dpfp-1 sum": Kind("dpfp-1", "sum", "attention"),
+    "elu+1 delta": Kind("elu+1", "delta", "sum"),
+    "dpfp-1 delta": Kind("dpfp-1", "delta", "sum"),
+    "dpfp-2 delta": Kind("dpfp-2", "delta", "sum"),
+    "favor-64 delta": Kind("favor-64", "delta", "sum", "published"),
+    "favor-64 delta, logarithms": Kind("favor-64", "delta", "sum"),
+    "dpfp-1 fwm": Kind("dpfp-1", "fwm", "none"),
+    "tanh fwm": Kind("tanh", "fwm", "none"),
 }
 FULL: dict[str, Any] = dict(models=tuple(MODELS), keys=(20, 60, 100, 140, 200), steps=20_000, seeds=3)
 SMOKE: dict[str, Any] = dict(
@@ -51,13 +62,13 @@ PUBLISHED: dict[str, tuple[float | None, ...]] = {
 }  # fmt: skip
 
 
-def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: int) -> list[dict]:
-    """One arm per S and model; seeds train together. The Fast Weight Memory, a loop over tokens, only for S <= 60.
+def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: int) -> list[Arm]:
+    """One arm for each S and model; the seeds of an arm train together.
 
     Args:
-        models: names of MODELS.
+        models: names of MODELS. The Fast Weight Memory, a loop over tokens, runs only for S up to 60.
         keys: numbers of keys S.
-        steps: at most; an eighth of them for the Fast Weight Memory.
+        steps: at most so many; an eighth of them for the Fast Weight Memory.
         seeds: copies of each model.
     """
     return [
@@ -68,66 +79,67 @@ def arms(*, models: tuple[str, ...], keys: tuple[int, ...], steps: int, seeds: i
     ]
 
 
-def cost(arm: dict) -> float:
+def cost(arm: Arm) -> float:
     """Seconds of an arm on a shared GPU; the Fast Weight Memory is a loop over tokens."""
     return arm["S"] if arm["model"].endswith("fwm") else 5 + arm["S"] / 10
 
 
-def run(arm: dict, *, device: str, report: Any) -> list[Row]:
-    """Train the copies of one model on setting 2, scored at L = S and at L = 2 S.
+def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
+    """Train the copies of one model on setting 2, and score them on sequences of L = S and of L = 2 S pairs.
 
-    Setting 2: keys are drawn with replacement, so that a key is written again with another value, and the last one
-    counts.
-    L is the length of the sequence in pairs: models train on L = 2 S; the released code scores on L = S.
-
-    Args:
-        arm: of `arms`: model, S, steps, seeds.
-        device: "cpu" or "cuda".
-        report: called on the way, for the progress bar.
+    Setting 2: keys are drawn with replacement, so that a key is written again with another value, and the last value
+    counts. Models are trained at L = 2 S; the released code scores at L = S.
 
     Returns:
-        A row per seed: best and last loss at both lengths, the step at which training ended, and why.
+        A row for each seed: best and last loss at both lengths, the step at which training ended, and why.
     """
     from fastweights.lab.engine.training import train
     from fastweights.lab.tasks.key_value_pairs import Task
     from fastweights.lab.tasks.key_value_retrieval import Model
 
-    features, rule, norm, form = MODELS[arm["model"]]
-    # Seeds train side by side as copies in one model.
-    slow: dict[str, Any] = dict(batch=128, lr=1e-4) if features == "tanh" else {}  # as published
-    how: dict[str, Any] = dict(form=form, copies=arm["seeds"], device=device) | slow
-    learner = Model(Task(arm["S"], replace=True), features, rule, norm, **how)
-    courses = train(
-        learner,
-        steps=arm["steps"],
-        every=min(100, arm["steps"]),
-        target=0.001,
-        patience=11,
-        device=device,
-        report=report,
-    )
+    kind = MODELS[arm["model"]]
+    options: dict[str, Any] = dict(batch=128, lr=1e-4) if kind.features == "tanh" else {}  # as published
+    task = Task(arm["S"], replace=True)
+    learner = Model(task, **kind._asdict(), copies=arm["seeds"], device=device, **options)
+    every = min(100, arm["steps"])
+    courses = train(learner, steps=arm["steps"], every=every, target=0.001, patience=11, device=device, report=report)
     return [
         dict(
             copy=n,
-            best=c.best,
-            last=c.last,
-            best_2S=_least(x[1] for x in c.scores),
-            last_2S=c.scores[-1][1],
-            stopped=c.steps[-1],
-            ended=c.ended,
+            best=course.best,
+            last=course.last,
+            best_2S=_smallest(score for _, score in course.scores),
+            last_2S=course.scores[-1][1],
+            stopped=course.steps[-1],
+            ended=course.ended,
         )
-        for n, c in enumerate(courses)
+        for n, course in enumerate(courses)
     ]
 
 
-def _least(numbers: Any) -> float:
-    """The smallest that is a number; NaN where none is.
+def _smallest(numbers: Iterable[float]) -> float:
+    """The smallest of the numbers that are not NaN; NaN where there is none.
 
     Examples:
-        >>> _least([math.nan, 0.3, 0.2])
+        >>> _smallest([math.nan, 0.3, 0.2])
         0.2
     """
     return min((x for x in numbers if not math.isnan(x)), default=math.nan)
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """Best loss of training, mean over seeds: lines for L = S, the paper's in brackets, and for L = 2 S."""
+    sizes = sorted({row["S"] for row in rows})
+    shown = [S for S in sizes if S in (20, 60, 100, 140, 200)] or sizes
+    lines: dict[tuple, Row] = {}
+    for value, length in (("best", "L=S"), ("best_2S", "L=2S")):
+        for (model, S), loss in means(rows, ("model", "S"), value).items():
+            if S in shown:
+                theirs = published(model, S) if length == "L=S" else None
+                line = lines.setdefault((model, length), {"model": model, "scored at": length})
+                line[f"S={S}"] = f"{loss:.4f}" if theirs is None else f"{loss:.4f} ({theirs:.4f})"
+    order = list(MODELS)
+    return sorted(lines.values(), key=lambda line: (order.index(line["model"]), line["scored at"] != "L=S"))
 
 
 def published(model: str, S: int) -> float | None:
@@ -140,60 +152,19 @@ def published(model: str, S: int) -> float | None:
     return PUBLISHED[model][S // 20 - 1] if model in PUBLISHED and S % 20 == 0 and 20 <= S <= 200 else None
 
 
-def table(rows: list[Row]) -> list[Row]:
-    """Best loss over training, mean over seeds: at L = S with the paper's in brackets, and at L = 2 S."""
-    sizes = sorted({row["S"] for row in rows})
-    shown = [S for S in sizes if S in (20, 60, 100, 140, 200)] or sizes
-    lines: dict[str, Row] = {}
-    for value, label in (("best", "L=S"), ("best_2S", "L=2S")):
-        for (model, S), (mean, _, _) in averages(rows, ("model", "S"), value).items():
-            if S in shown:
-                theirs = published(model, S) if value == "best" else None
-                line = lines.setdefault(f"{model} {label}", {"model": model, "scored at": label})
-                line[f"S={S}"] = f"{mean:.4f}" + ("" if theirs is None else f" ({theirs:.4f})")
-    order = {name: i for i, name in enumerate(MODELS)}
-    return sorted(lines.values(), key=lambda line: (order[line["model"]], line["scored at"] != "L=S"))
-
-
-LINES = {"sum": "o", "delta": "o", "fwm": "^", "logarithms": "s", "softmax": "D"}
-
-
-def _look(model: str) -> tuple[str, str]:
-    """Colour and marker of a model: by feature map, and by rule.
-
-    The same colour for the same features in every panel; the shape of the marker says the rule.
-    """
-    features, _, rest = model.partition(" ")
-    if rest == "fwm":
-        return plotting.colour("fwm" if features == "dpfp-1" else "tanh"), "^"
-    if rest == "sum":
-        return plotting.colour("none" if features == "dpfp-1" else "elu+1"), "v"
-    return plotting.colour(features), LINES[rest.split()[-1]] if rest else "D"
-
-
 def plot(rows: list[Row], path: Path) -> None:
-    """Best loss against the number of keys, scored at L = S to the left and at L = 2 S to the right."""
+    """Draw the best loss against the number of keys, scored at L = S to the left and at L = 2 S to the right."""
     note = (
         f"Best evaluation of each run; mean and range of {len({row['copy'] for row in rows})} seeds. Left: "
         "sequences of S pairs, as the published scores; right: of 2 S, as in training."
     )
     title = "Overwriting: loss when keys are written again, against the number of keys"
     with plotting.figure(path, 2, size=(7.0, 5.2), title=title, note=note, share_y=True) as (left, right):
-        # The paper's scores belong to the left panel alone: its code scores at L = S.
         for axes, value in ((left, "best"), (right, "best_2S")):
-            means = averages(rows, ("model", "S"), value)
-            for model in (m for m in MODELS if any(m == name for name, _ in means)):
-                points = sorted((S, *numbers) for (m, S), numbers in means.items() if m == model)
-                points = [p for p in points if math.isfinite(p[1])]
-                colour, marker = _look(model)
-                curve = enumerate(PUBLISHED.get(model, ()))
-                theirs = [(20 * i + 20, loss) for i, loss in curve if loss is not None]
-                if theirs and axes is left:
-                    plotting.published_curve(axes, *zip(*theirs, strict=True), color=colour)
-                if points:
-                    S, mean, low, high = zip(*points, strict=True)
-                    label = f"{model} as published, ours" if MODELS[model][3] == "published" else model
-                    plotting.curve(axes, S, mean, label=label, color=colour, marker=marker, band=(low, high))
+            losses = averages(rows, ("model", "S"), value)
+            for model in (model for model in MODELS if any(model == name for name, _ in losses)):
+                points = {S: loss for (name, S), loss in losses.items() if name == model and math.isfinite(loss.mean)}
+                _draw(axes, model, points, with_published=axes is left)  # the paper's code scores at L = S
             axes.set_yscale("log")
             axes.axhline(0.5, color=plotting.GREY, linewidth=0.8)
             axes.axhline(0.001, color=plotting.GREY, linewidth=0.8, linestyle=":")
@@ -204,15 +175,41 @@ def plot(rows: list[Row], path: Path) -> None:
         plotting.legend(right, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
+def _draw(axes: Any, model: str, losses: dict[int, Average], with_published: bool) -> None:
+    """Draw our curve of one model, whose average losses are given by S, and the paper's if asked for."""
+    colour, marker = _style(model)
+    theirs = {20 * i + 20: loss for i, loss in enumerate(PUBLISHED.get(model, ())) if loss is not None}
+    if theirs and with_published:
+        plotting.published_curve(axes, list(theirs), list(theirs.values()), color=colour)
+    if losses:
+        label = f"{model} as published, ours" if MODELS[model].form == "published" else model
+        sizes = sorted(losses)
+        band = [losses[S].lowest for S in sizes], [losses[S].highest for S in sizes]
+        mean = [losses[S].mean for S in sizes]
+        plotting.curve(axes, sizes, mean, label=label, color=colour, marker=marker, band=band)
+
+
+def _style(model: str) -> tuple[str, str]:
+    """Colour and marker of a model's curve: by its features, and by its rule."""
+    kind = MODELS[model]
+    if kind.rule == "fwm":
+        return plotting.colour("tanh" if kind.features == "tanh" else "fwm"), "^"
+    if model == "softmax":
+        return plotting.colour("softmax"), "D"
+    if kind.rule == "sum":
+        return plotting.colour("none" if kind.features == "dpfp-1" else "elu+1"), "v"
+    return plotting.colour(kind.features), "s" if model.endswith("logarithms") else "o"
+
+
 def size(rows: list[Row]) -> str:
     """Numbers of keys and steps, for the scoreboard."""
     keys = [row["S"] for row in rows]
     return f"{min(keys)} to {max(keys)} keys, at most {max(row['steps'] for row in rows):,} steps"
 
 
-def _means(rows: list[Row], value: str = "best") -> dict[tuple, float]:
-    """The mean over seeds of a score, by model and number of keys."""
-    return {key: numbers[0] for key, numbers in averages(rows, ("model", "S"), value).items()}
+def _losses(rows: list[Row], value: str = "best") -> dict[tuple, float]:
+    """The best loss at L = S (or another score), mean over seeds, by model and number of keys."""
+    return means(rows, ("model", "S"), value)
 
 
 def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
@@ -220,7 +217,7 @@ def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
 
     Capacity is the number of features: 256 for DPFP-2, so all of its S are inside; 64 for ELU+1, so 100 is beyond.
     """
-    best = _means(rows)
+    best = _losses(rows)
     inside = {S: loss for (model, S), loss in best.items() if model == "dpfp-2 delta"}
     beyond = {S: loss for (model, S), loss in best.items() if model == "elu+1 delta" and S >= 100}
     verdict = all_hold([*(loss < 0.01 for loss in inside.values()), *(loss > 0.05 for loss in beyond.values())])
@@ -232,84 +229,80 @@ def _delta_overwrites(rows: list[Row]) -> tuple[Verdict, str]:
 
 
 def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
-    """Whether the delta rule has the lower loss than the sum rule with DPFP-1, at every S up to 120 and both
-    lengths.
-    """
-    at = {value: _means(rows, value) for value in ("best", "best_2S")}
+    """Whether with DPFP-1 the delta rule has a lower loss than the sum rule, at every S up to 120 and both lengths."""
+    at_S, at_2S = _losses(rows), _losses(rows, "best_2S")
     sizes = sorted({row["S"] for row in rows if row["S"] <= 120})
-    pairs = [(scores["dpfp-1 delta", S], scores["dpfp-1 sum", S]) for scores in at.values() for S in sizes]
-    ours = ", ".join(
-        f"{at['best']['dpfp-1 delta', S]:.4f} against {at['best']['dpfp-1 sum', S]:.3f} at {S} keys" for S in sizes
-    )
-    return all_less(pairs), ours
+    pairs = [(losses["dpfp-1 delta", S], losses["dpfp-1 sum", S]) for losses in (at_S, at_2S) for S in sizes]
+    said = [f"{at_S['dpfp-1 delta', S]:.4f} against {at_S['dpfp-1 sum', S]:.3f} at {S} keys" for S in sizes]
+    return all_less(pairs), ", ".join(said)
 
 
 def _memory_is_worse_than_nothing(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the Fast Weight Memory with tanh loses more than 0.5, which answering nothing does."""
-    losses = {S: loss for (_, S), loss in _means(rows).items()}
-    ours = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
-    return all_hold(loss > 0.5 for loss in losses.values()), f"{ours} (answering nothing: 0.5)"
+    losses = {S: loss for (_, S), loss in _losses(rows).items()}
+    said = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
+    return all_hold(loss > 0.5 for loss in losses.values()), f"{said} (answering nothing: 0.5)"
 
 
 def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether FAVOR+ as published becomes NaN in some run, and from logarithms in none."""
-    runs = {
-        model: [r for r in rows if r["model"] == model] for model in ("favor-64 delta", "favor-64 delta, logarithms")
-    }
-    lost = {model: sum(not math.isfinite(r["last"]) for r in found) for model, found in runs.items()}
-    published_form, logarithms = lost.values()
-    ours = f"NaN in {published_form} of {len(runs['favor-64 delta'])} runs, from logarithms in {logarithms}"
-    return all_hold([published_form > 0, logarithms == 0]), ours
+    as_published = [row["last"] for row in rows if row["model"] == "favor-64 delta"]
+    from_logarithms = [row["last"] for row in rows if row["model"] == "favor-64 delta, logarithms"]
+    broken, broken_logarithms = (
+        sum(not math.isfinite(loss) for loss in losses) for losses in (as_published, from_logarithms)
+    )
+    ours = f"NaN in {broken} of {len(as_published)} runs, from logarithms in {broken_logarithms}"
+    return all_hold([broken > 0, broken_logarithms == 0]), ours
 
 
 def _said(model: str, *sizes: int) -> str:
-    """The paper's losses of a model, as text."""
-    return ", ".join(f"{PUBLISHED[model][S // 20 - 1]:g} at {S} keys" for S in sizes)
+    """The paper's losses of a model at some numbers of keys, as text."""
+    return ", ".join(f"{published(model, S):g} at {S} keys" for S in sizes)
 
 
-# Three of Figure 3, and what its logs say of FAVOR+.
+# Three of Figure 3, and what its logs say of FAVOR+
 CLAIMS = (
     Claim(
         "delta-overwrites",
         "When keys are written again and again, the delta rule retrieves the last value as long as "
         "there are fewer keys than features.",
-        f"DPFP-2 {_said('dpfp-2 delta', 200)}; ELU+1 {_said('elu+1 delta', 100, 200)}",
-        "Figure 3, released logs",
-        _delta_overwrites,
-        dict(model=("dpfp-2 delta", "elu+1 delta")),
+        published=f"DPFP-2 {_said('dpfp-2 delta', 200)}; ELU+1 {_said('elu+1 delta', 100, 200)}",
+        source="Figure 3, released logs",
+        judge=_delta_overwrites,
+        where=dict(model=("dpfp-2 delta", "elu+1 delta")),
     ),
     Claim(
         "sum-cannot",
         "The sum rule cannot: with DPFP-1 it is worse than the delta rule at every number of keys up to "
         "120, scored at L = S and at L = 2S.",
-        f"delta {_said('dpfp-1 delta', 20, 60, 100)}; sum {_said('dpfp-1 sum', 20, 60, 100)}",
-        "Figure 3, released logs",
-        _sum_cannot,
-        dict(model=("dpfp-1 delta", "dpfp-1 sum")),
+        published=f"delta {_said('dpfp-1 delta', 20, 60, 100)}; sum {_said('dpfp-1 sum', 20, 60, 100)}",
+        source="Figure 3, released logs",
+        judge=_sum_cannot,
+        where=dict(model=("dpfp-1 delta", "dpfp-1 sum")),
     ),
     Claim(
         "memory-is-worse-than-nothing",
         "The Fast Weight Memory with tanh is worse than answering nothing.",
-        _said("tanh fwm", 20, 60),
-        "Figure 3, released logs",
-        _memory_is_worse_than_nothing,
-        dict(model="tanh fwm"),
+        published=_said("tanh fwm", 20, 60),
+        source="Figure 3, released logs",
+        judge=_memory_is_worse_than_nothing,
+        where=dict(model="tanh fwm"),
     ),
     Claim(
         "published-favor-breaks",
         "FAVOR+ as published becomes NaN with the delta rule; from logarithms it does not.",
-        "NaN at the end of every log from 40 keys on",
-        "released logs",
-        _published_favor_breaks,
-        dict(model=("favor-64 delta", "favor-64 delta, logarithms")),
+        published="NaN at the end of every log from 40 keys on",
+        source="released logs",
+        judge=_published_favor_breaks,
+        where=dict(model=("favor-64 delta", "favor-64 delta, logarithms")),
     ),
 )
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
     """Delta is ahead of sum, and the Fast Weight Memory worse than nothing, after 200 steps already."""
-    verdict, ours = _sum_cannot(rows)
-    assert verdict == "reproduced", ours
-    worst, said = _memory_is_worse_than_nothing([r for r in rows if r["model"] == "tanh fwm"])
-    assert worst == "reproduced", said
-    return [f"DPFP-1: delta against sum {ours}", f"the Fast Weight Memory: {said}"]
+    sum_verdict, sum_said = _sum_cannot(rows)
+    assert sum_verdict == "reproduced", sum_said
+    memory_verdict, memory_said = _memory_is_worse_than_nothing([r for r in rows if r["model"] == "tanh fwm"])
+    assert memory_verdict == "reproduced", memory_said
+    return [f"DPFP-1: delta against sum {sum_said}", f"the Fast Weight Memory: {memory_said}"]

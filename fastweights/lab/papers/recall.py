@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import averages
+from fastweights.lab.engine.averages import averages, means
 from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -42,24 +42,25 @@ def arms(
     rates: tuple[float, ...],
     seeds: int,
 ) -> list[Arm]:
-    """One arm per seed, learning rate, width and model.
+    """One arm for each seed, learning rate, width and model.
 
     Args:
         models: mixers of the two blocks.
         widths: of the models.
         pairs: the most in a sequence; powers of two below it are trained and tested too.
-        vocab: keys and values together.
-        batch, steps: sequences per step, and steps.
+        vocab: number of tokens, keys and values together.
+        batch: sequences in a step.
+        steps: of training.
         rates: learning rates to choose from.
-        seeds: of everything.
+        seeds: number of seeds, of models and sequences.
     """
-    rest = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps)
+    sizes = dict(pairs=pairs, vocab=vocab, batch=batch, steps=steps)
     return [
-        dict(model=m, width=w, seed=s, **rest, lr=lr)
-        for s in range(seeds)
+        dict(model=model, width=width, seed=seed, **sizes, lr=lr)
+        for seed in range(seeds)
         for lr in rates
-        for w in widths
-        for m in models
+        for width in widths
+        for model in models
     ]
 
 
@@ -69,108 +70,102 @@ def cost(arm: Arm) -> float:
 
 
 def run(arm: Arm, *, device: str, report: Report) -> list[Row]:
-    """Train one model on fresh sequences of all numbers of pairs, and test it on each number.
+    """Train one model on fresh sequences, each with its own number of pairs, and test it on each number.
 
-    `valid` chooses the learning rate; `accuracy` is on other sequences, and is what is reported.
-
-    Args:
-        arm: of `arms`: model, width, learning rate, seed.
-        device: "cpu" or "cuda".
-        report: called on the way, for the progress bar.
+    Returns:
+        A row for each number of pairs: the share recalled of validation sequences, which chooses the learning rate
+        (valid), and of test sequences, which is what is reported (accuracy).
     """
     import torch
     from torch.nn.functional import cross_entropy
 
     from fastweights.lab.engine.training_step import TrainingStep, cosine_schedule
     from fastweights.lab.tasks import models
-    from fastweights.lab.tasks.recall_sequences import accuracy, answers, counts, sequences, state_size
+    from fastweights.lab.tasks.recall_sequences import (
+        accuracy,
+        answer_logits,
+        pair_counts,
+        question_places,
+        sequences,
+        state_size,
+    )
 
-    most, vocab, batch = arm["pairs"], arm["vocab"], arm["batch"]
+    most, vocab, batch, steps = arm["pairs"], arm["vocab"], arm["batch"], arm["steps"]
+    heads = 1 if arm["width"] < 64 else 2
     generator = torch.Generator(device).manual_seed(arm["seed"])
-    model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=1 if arm["width"] < 64 else 2, conv=4).to(
-        device
-    )
-    choices = torch.tensor(counts(most), device=device)
-    step = TrainingStep(
-        model,
-        lambda tokens, labels: cross_entropy(
-            answers(model, tokens).float().flatten(0, 1),
-            labels[:, labels.shape[1] // 2 :: 2].flatten(),
-            ignore_index=-1,
-        ),
-        device,
-        lr=arm["lr"],
-    )
-    # Fresh sequences at every step, each with its own number of pairs.
-    for i in range(arm["steps"]):
-        some = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
-        loss = step(cosine_schedule(i, arm["steps"], 100), *sequences(batch, some, most, vocab, generator))
+    model = models.build([arm["model"]] * 2, vocab, dim=arm["width"], heads=heads, conv=4).to(device)
+
+    def objective(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = answer_logits(model, tokens).float()
+        return cross_entropy(logits.flatten(0, 1), labels[:, question_places(labels)].flatten(), ignore_index=-1)
+
+    step = TrainingStep(model, objective, device, lr=arm["lr"])
+    counts = pair_counts(most)
+    choices = torch.tensor(counts, device=device)
+    for i in range(steps):
+        pairs = choices[torch.randint(len(choices), (batch,), generator=generator, device=device)]
+        loss = step(cosine_schedule(i, steps, 100), *sequences(batch, pairs, most, vocab, generator))
         if i % 100 == 0:
-            report(i / arm["steps"], f"{arm['model']} width {arm['width']}, loss {float(loss):.2f}")
-    parameters = sum(p.numel() for p in model.parameters())
-    state = state_size(model)
+            report(i / steps, f"{arm['model']} width {arm['width']}, loss {float(loss):.2f}")
     shares = {}
-    # Other seeds than in training: one set of sequences chooses the rate, another is reported.
-    for name, stream in (("valid", VALID), ("accuracy", TEST)):
-        generator.manual_seed(stream + arm["seed"])
-        shares[name] = [accuracy(model, n, most, vocab, generator, device) for n in counts(most)]
+    for split, offset in (("valid", VALID), ("accuracy", TEST)):
+        generator.manual_seed(offset + arm["seed"])
+        shares[split] = [accuracy(model, n, most, vocab, generator, device) for n in counts]
+    parameters, state = sum(p.numel() for p in model.parameters()), state_size(model)
     return [
         dict(tested=n, valid=valid, accuracy=test, parameters=parameters, state=state)
-        for n, valid, test in zip(counts(most), *shares.values(), strict=True)
+        for n, valid, test in zip(counts, shares["valid"], shares["accuracy"], strict=True)
     ]
 
 
 def best_rates(rows: list[Row]) -> dict[tuple, float]:
-    """{(width, model): the learning rate with which it recalls most validation sequences, over all pairs and seeds}.
+    """{(width, model): the learning rate with which it recalls most of the validation sequences}."""
+    shares = means(rows, ("width", "model", "lr"), "valid")
+    best: dict[tuple, float] = {}
+    for (width, model, lr), share in shares.items():
+        if (width, model) not in best or share >= shares[width, model, best[width, model]]:
+            best[width, model] = lr
+    return best
 
-    Sorted from low to high accuracy, so that of several rates of a model the best comes last, and stays in the dict.
-    """
-    means = averages(rows, ("width", "model", "lr"), "valid")
-    return {(width, model): lr for (width, model, lr), _ in sorted(means.items(), key=lambda found: found[1][0])}
 
-
-def suited(rows: list[Row]) -> list[Row]:
-    """The rows of each model and width with the learning rate that suits it.
-
-    The rate is chosen on sequences that are neither trained on nor reported.
-    """
+def at_best_rates(rows: list[Row]) -> list[Row]:
+    """The rows of each model and width with the best learning rate."""
     best = best_rates(rows)
     return [r for r in rows if r["lr"] == best[r["width"], r["model"]]]
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A line per width and model: the learning rate that suits it, and the share recalled by number of pairs."""
-    rates, means = best_rates(rows), averages(suited(rows), ("width", "model", "tested"), "accuracy")
-    shown: dict[tuple, dict[str, Any]] = {}
-    for (width, model, tested), (mean, _, _) in sorted(means.items(), key=lambda m: m[0][:1]):
-        line = shown.setdefault((width, model), dict(width=width, model=model, rate=rates[width, model]))
-        line[f"{tested} pairs"] = mean
-    return list(shown.values())
+    """A line for each width and model: its best learning rate, and the share recalled by number of pairs."""
+    rates, shares = best_rates(rows), means(at_best_rates(rows), ("width", "model", "tested"), "accuracy")
+    lines: dict[tuple, Row] = {}
+    for (width, model, pairs), share in sorted(shares.items(), key=lambda item: item[0][0]):
+        line = lines.setdefault((width, model), dict(width=width, model=model, rate=rates[width, model]))
+        line[f"{pairs} pairs"] = share
+    return list(lines.values())
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Share recalled against the number of pairs, a panel per width."""
-    rows = suited(rows)
-    widths, tested = (sorted({r[c] for r in rows}) for c in ("width", "tested"))
-    found = {r["model"] for r in rows}
-    names = [m for m in FULL["models"] if m in found]
-    means = averages(rows, ("width", "model", "tested"), "accuracy")
+    """Draw the share recalled against the number of pairs, a panel for each width."""
+    rows = at_best_rates(rows)
+    widths, tested = (sorted({r[field] for r in rows}) for field in ("width", "tested"))
+    shares = averages(rows, ("width", "model", "tested"), "accuracy")
+    names = [name for name in FULL["models"] if any(name == r["model"] for r in rows)]
+    title = "Recall by width and number of pairs"
     note = (
         "Two blocks, a convolution of four tokens in every mixer; each model's rate chosen on other sequences. "
         "Dashed: sum rule. Small dots: the worst and the best seed."
     )
-    with plotting.figure(
-        path, len(widths), size=(3.9, 3.6), title="Recall by width and number of pairs", note=note, share_y=True
-    ) as axes:
+    with plotting.figure(path, len(widths), size=(3.9, 3.6), title=title, note=note, share_y=True) as axes:
         panels = list(axes) if len(widths) > 1 else [axes]
         for ax, width in zip(panels, widths, strict=True):
             for i, name in enumerate(names):
-                points = {t: v for (w, m, t), v in means.items() if (w, m) == (width, name)}
+                points = {pairs: share for (w, m, pairs), share in shares.items() if (w, m) == (width, name)}
                 x = sorted(points)
                 color = plotting.INK if name == "softmax" else plotting.PALETTE[i]
-                plotting.curve(ax, x, [points[t][0] for t in x], label=name, color=color, dashed=name in SUM)
-                for seed in (1, 2):  # bands of so many models would hide each other
-                    ax.plot(x, [points[t][seed] for t in x], ".", color=color, alpha=0.35, markersize=5)
+                plotting.curve(ax, x, [points[n].mean for n in x], label=name, color=color, dashed=name in SUM)
+                # Bands of so many models would hide each other.
+                for seeds in ([points[n].lowest for n in x], [points[n].highest for n in x]):
+                    ax.plot(x, seeds, ".", color=color, alpha=0.35, markersize=5)
             ax.set_xscale("log", base=2)
             ax.set_xticks(tested, labels=tested)
             ax.set(title=f"width {width}", xlabel="key-value pairs", ylim=(-0.02, 1.04))
@@ -185,76 +180,77 @@ def size(rows: list[Row]) -> str:
 
 
 def _recalled(rows: list[Row]) -> dict[tuple, float]:
-    """{(width, model): share recalled, mean over numbers of pairs and seeds, each model at the rate that suits it}.
+    """{(width, model): share recalled, mean over numbers of pairs and seeds}, each model at its best rate.
 
     The mean over numbers of pairs is close to the area under a curve of the figure.
     """
-    return {key: numbers[0] for key, numbers in averages(suited(rows), ("width", "model"), "accuracy").items()}
+    return means(at_best_rates(rows), ("width", "model"), "accuracy")
 
 
 def _attention_recalls_all(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether attention recalls over 0.9 of the largest number of pairs at every width."""
     most = max(r["tested"] for r in rows)
-    found = averages([r for r in suited(rows) if r["tested"] == most], ("width",), "accuracy")
-    ours = ", ".join(
-        f"{share.text('.2f')} of {most} pairs at width {width}" for (width,), share in sorted(found.items())
-    )
-    return all_hold(share[0] > 0.9 for share in found.values()), ours
+    shares = averages([r for r in at_best_rates(rows) if r["tested"] == most], ("width",), "accuracy")
+    said = [f"{share.text('.2f')} of {most} pairs at width {width}" for (width,), share in sorted(shares.items())]
+    return all_hold(share.mean > 0.9 for share in shares.values()), ", ".join(said)
 
 
 def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether each memory recalls more at the largest width than at the smallest."""
     share = _recalled(rows)
-    widths = sorted({w for w, _ in share})
-    named = [m for m in (*DELTA, *SUM) if (widths[0], m) in share]
-    ours = ", ".join(f"{m} {' '.join(f'{share[w, m]:.2f}' for w in widths)}" for m in named)
-    pairs = [(share[widths[0], m], share[widths[-1], m]) for m in named]
-    return all_less(pairs), f"at widths {', '.join(map(str, widths))}: {ours}"
+    widths = sorted({width for width, _ in share})
+    named = [model for model in (*DELTA, *SUM) if (widths[0], model) in share]
+    said = ", ".join(f"{model} {' '.join(f'{share[width, model]:.2f}' for width in widths)}" for model in named)
+    pairs = [(share[widths[0], model], share[widths[-1], model]) for model in named]
+    return all_less(pairs), f"at widths {', '.join(map(str, widths))}: {said}"
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
-    """Whether delta recalls more than sum, for three pairs of models with like features, at every width."""
+    """Whether delta recalls more than sum, for three pairs of models with similar features, at every width."""
     share = _recalled(rows)
-    widths = sorted({w for w, _ in share})
-    pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")]
-    better = {pair: [w for w in widths if share[w, pair[0]] > share[w, pair[1]]] for pair in pairs}
-    ours = "; ".join(f"{a} ahead of {b} at {len(found)} of {len(widths)} widths" for (a, b), found in better.items())
-    return all_less((share[w, b], share[w, a]) for a, b in pairs for w in widths), ours
+    widths = sorted({width for width, _ in share})
+    pairs, said = [], []
+    for delta, total in (("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")):
+        compared = [(share[width, total], share[width, delta]) for width in widths]
+        ahead = sum(a < b for a, b in compared)
+        said.append(f"{delta} ahead of {total} at {ahead} of {len(widths)} widths")
+        pairs += compared
+    return all_less(pairs), "; ".join(said)
 
 
-# Two of the paper's Figure 2, and the question that stands behind the delta rule.
+# Two of the paper's Figure 2, and the question that stands behind the delta rule
 CLAIMS = (
     Claim(
         "attention-recalls-all",
         "Attention recalls any number of pairs at any width (here: over 0.9 of the most pairs).",
-        "shown as curves",
-        "Figure 2",
-        _attention_recalls_all,
-        dict(model="softmax"),
+        published="shown as curves",
+        source="Figure 2",
+        judge=_attention_recalls_all,
+        where=dict(model="softmax"),
     ),
     Claim(
         "memories-need-width",
         "A memory of constant size recalls more the wider it is.",
-        "shown as curves",
-        "Figure 2",
-        _memories_need_width,
-        dict(model=(*DELTA, *SUM)),
+        published="shown as curves",
+        source="Figure 2",
+        judge=_memories_need_width,
+        where=dict(model=(*DELTA, *SUM)),
     ),
     Claim(
         "delta-beats-sum",
         "At equal width and features the delta rule recalls more than the sum rule.",
-        "no numbers",
-        "the question behind Schlag 2021, section 4",
-        _delta_beats_sum,
-        dict(model=(*DELTA, *SUM)),
+        published="no numbers",
+        source="the question behind Schlag 2021, section 4",
+        judge=_delta_beats_sum,
+        where=dict(model=(*DELTA, *SUM)),
     ),
 )
 
 
 def check_smoke(rows: list[Row]) -> list[str]:
     """Every model recalls more than twice what chance would."""
-    means = averages(suited(rows), ("width", "model", "tested"), "accuracy")
+    shares = means(at_best_rates(rows), ("width", "model", "tested"), "accuracy")
     chance = 2 / rows[0]["vocab"]
-    worst = min(m[0] for m in means.values())
+    worst = min(shares.values())
     assert worst > 2 * chance, f"recall {worst:.2f} is not above chance, {chance:.2f}, after a short training"
     return [f"every model recalls more than twice chance: at least {worst:.2f} against {chance:.2f}"]

@@ -5,6 +5,7 @@ import lzma
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,94 +16,95 @@ from fastweights.text import corpus
 
 NAMES = ("wikitext-2-words", "wikitext-2-bytes", "enwik8", "stdlib-words", "stdlib-bytes")
 SPLITS = ("train", "valid", "test")
-# What a corpus is read from, as patterns below the folder of the user's data; the standard library needs nothing.
+WIKITEXT_FILES = tuple(f"wikitext-2/wiki.{split}.tokens" for split in SPLITS)
+# Files that a corpus is read from, as patterns below the folder of the user's data; the standard library needs none.
 FILES: dict[str, tuple[str, ...]] = {
     "enwik8": ("enwik8*",),
-    **dict.fromkeys(("wikitext-2-words", "wikitext-2-bytes"), tuple(f"wikitext-2/wiki.{s}.tokens" for s in SPLITS)),
+    "wikitext-2-words": WIKITEXT_FILES,
+    "wikitext-2-bytes": WIKITEXT_FILES,
 }
 MEGABYTES = 12  # of enwik8: the first, cut 90 / 5 / 5
-RARE = 3  # words of the standard library seen less often are unknown; WikiText marks its own
+RARE = 3  # words of the standard library that are seen less often are unknown; WikiText marks its own
 TITLE = re.compile(r"^ = [^=].*[^=] = $", re.M)  # of an article of WikiText
 
 
 @dataclass(frozen=True)
-class Text:
-    """One corpus as streams of tokens.
+class Corpus:
+    """A corpus as streams of tokens.
 
     Attributes:
-        name: of NAMES.
+        name: one of NAMES.
         vocab: number of different tokens.
-        train, valid, test: (tokens,) each, documents laid end to end.
-        starts: of documents, in each stream.
-        bytes_per_token: of the test stream, to turn nats per token into bits per byte.
-        by_words: whether a token is a word rather than a byte.
+        streams: by split, the tokens (T,) of its documents laid end to end.
+        starts: by split, the positions in the stream at which a document starts.
+        bytes_per_token: of the test split, to turn nats per token into bits per byte.
     """
 
     name: str
     vocab: int
-    train: np.ndarray
-    valid: np.ndarray
-    test: np.ndarray
-    starts: dict[str, np.ndarray]  # of documents, in each stream
+    streams: dict[str, np.ndarray]
+    starts: dict[str, np.ndarray]
     bytes_per_token: float
-    by_words: bool
 
 
 @functools.lru_cache(6)
-def load(name: str, data: Path | None, limit: int = 0) -> Text:
-    """A corpus by name, as streams of tokens.
+def load(name: str, data: Path | None, limit: int = 0) -> Corpus:
+    """A corpus by name.
 
     Args:
-        name: of NAMES.
-        data: folder of the user's files; the standard library's sources need none.
-        limit: tokens kept of each split; 0 keeps all.
+        name: one of NAMES.
+        data: folder of the user's files; None will do for the standard library's sources.
+        limit: number of tokens of each split that are kept; 0 keeps all.
     """
     if name not in NAMES:
         raise FastWeightError(f"corpus is {name!r}; expected one of {', '.join(NAMES)}")
     absent = [f for f in FILES.get(name, ()) if data is None or not any(data.glob(f))]
     if absent:
         raise FastWeightError(f"data is {data}; expected a folder with {', '.join(absent)}, which {name} is read from")
-    by_words = name.endswith("words")
     if data is None or name.startswith("stdlib"):
         documents = _stdlib(limit)
+    elif name.startswith("wikitext"):
+        documents = _wikitext(data / "wikitext-2")
     else:
-        documents = _wikitext(data / "wikitext-2") if name.startswith("wikitext") else _enwik8(data)
-    parts, starts, sizes = {}, {}, {}
-    types = _types(documents["train"], 1 if name.startswith("wikitext") else RARE) if by_words else {}
+        documents = _enwik8(data)
+    by_words = name.endswith("words")
+    numbers = _number_words(documents["train"], 1 if name.startswith("wikitext") else RARE) if by_words else {}
+    streams, starts = {}, {}
     for split in SPLITS:
-        pieces = [
-            np.array([types.get(w, 0) for w in _words(d)]) if by_words else np.frombuffer(d.encode(), np.uint8)
-            for d in documents[split]
-        ]
-        stream = np.concatenate(pieces).astype(np.int64)
-        at = np.cumsum([0, *map(len, pieces)])[:-1]
-        sizes[split] = sum(len(d.encode()) for d in documents[split]) / max(1, len(stream))
-        parts[split] = stream[:limit] if limit else stream
-        starts[split] = at[at < len(parts[split])]
-    vocab = len(types) if by_words else 256
-    return Text(name, vocab, parts["train"], parts["valid"], parts["test"], starts, sizes["test"], by_words)
+        if by_words:
+            encoded = [np.array([numbers.get(word, 0) for word in _words(text)]) for text in documents[split]]
+        else:
+            encoded = [np.frombuffer(text.encode(), np.uint8) for text in documents[split]]
+        stream = np.concatenate(encoded).astype(np.int64)
+        first_tokens = np.cumsum([0, *map(len, encoded)])[:-1]
+        if split == "test":
+            bytes_per_token = sum(len(text.encode()) for text in documents[split]) / max(1, len(stream))
+        streams[split] = stream[:limit] if limit else stream
+        starts[split] = first_tokens[first_tokens < len(streams[split])]
+    return Corpus(name, len(numbers) if by_words else 256, streams, starts, bytes_per_token)
 
 
 def _words(document: str) -> list[str]:
-    """What stands between spaces, and <eos> for a line's end."""
-    return [w for line in document.splitlines() for w in (*line.split(), "<eos>")]
+    """The words of a document, which are what stands between spaces, and <eos> for the end of a line."""
+    return [word for line in document.splitlines() for word in (*line.split(), "<eos>")]
 
 
-def _types(documents: list[str], least: int) -> dict[str, int]:
-    """Numbers of the words seen at least so often, in order of appearance; all others are 0, <unk>."""
-    counts = Counter(w for d in documents for w in _words(d))
-    kept = dict.fromkeys(w for w, n in counts.items() if n >= least)
-    return {w: i for i, w in enumerate({"<unk>": None} | kept)}
+def _number_words(documents: list[str], least: int) -> dict[str, int]:
+    """Numbers of the words that are seen at least `least` times, in order of appearance; 0 is <unk>, for all others."""
+    counts = Counter(word for document in documents for word in _words(document))
+    known = dict.fromkeys(word for word, count in counts.items() if count >= least)
+    return {word: i for i, word in enumerate({"<unk>": None} | known)}
 
 
 def _wikitext(folder: Path) -> dict[str, list[str]]:
     """The articles of each split, cut at their titles."""
-    found = {}
+    articles = {}
     for split in SPLITS:
         text = read_text(folder / f"wiki.{split}.tokens", "articles of WikiText")
-        at = [m.start() for m in TITLE.finditer(text)]
-        found[split] = [text[a:b] for a, b in zip([0, *at[1:]], [*at[1:], len(text)], strict=True)]
-    return found
+        titles = [match.start() for match in TITLE.finditer(text)]
+        edges = [0, *titles[1:], len(text)]  # what stands before the first title belongs to the first article
+        articles[split] = [text[a:b] for a, b in pairwise(edges)]
+    return articles
 
 
 def _enwik8(folder: Path) -> dict[str, list[str]]:
@@ -116,17 +118,16 @@ def _enwik8(folder: Path) -> dict[str, list[str]]:
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise FastWeightError(f"{path} cannot be read: {error}; expected enwik8, as it is or by xz") from None
     edges = [0, int(len(raw) * 0.9), int(len(raw) * 0.95), len(raw)]
-    return {s: [raw[a:b].decode("utf-8", "ignore")] for s, a, b in zip(SPLITS, edges, edges[1:], strict=False)}
+    parts = [raw[a:b].decode("utf-8", "ignore") for a, b in pairwise(edges)]
+    return {split: [part] for split, part in zip(SPLITS, parts, strict=True)}
 
 
 def _stdlib(limit: int) -> dict[str, list[str]]:
-    """The standard library's sources, split by name. With a limit only the first files are read: enough to try
-    things.
-    """
-    found = []
+    """The standard library's sources, split by their names; only the first 40 files with a limit, to try things."""
+    documents = []
     for document in corpus.documents("stdlib"):
-        found.append(document)
-        if limit and len(found) >= 40:
+        documents.append(document)
+        if limit and len(documents) >= 40:
             break
-    parts = corpus.split(found, "stdlib")
-    return {s: [d.data.decode("utf-8", "replace") for d in parts[s]] for s in SPLITS}
+    splits = corpus.split(documents, "stdlib")
+    return {split: [document.data.decode("utf-8", "replace") for document in splits[split]] for split in SPLITS}

@@ -1,7 +1,7 @@
-"""What ways to read a document gain over the static model, and where: by position, frequency and repetition."""
+"""What each way to read a document gains over the static model, and where: by position, frequency and repetition."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastweights.lab.engine import plotting
 from fastweights.lab.engine.averages import Average, averages
@@ -9,97 +9,135 @@ from fastweights.lab.engine.results import Row
 
 COLOURS = {1.0: plotting.PALETTE[1], 0.999: plotting.PALETTE[4], 0.99: plotting.PALETTE[2]}  # by decay
 LOWEST = -1.0  # nats that are drawn
+AXES = dict(
+    position="position in the document",
+    frequency="times seen in training",
+    repetition="times seen before in the document",
+)
+
+Gains = dict[tuple, Average]  # {(body, by, bin): nats per token}
 
 
-def gains(rows: list[dict], mode: str, **which: Any) -> dict[tuple, Average]:
-    """What `mode` gains over the static model trained on the same windows.
+def gains(
+    rows: list[Row],
+    mode: str,
+    *,
+    length: int | None = None,
+    decay: float | None = None,
+    refresh: int | None = None,
+) -> Gains:
+    """How much lower the loss of a mode is than that of the static model which was trained on windows of its length.
 
     Args:
-        rows: results.
-        mode: "fast", "restart", "slow" or "dynamic".
-        which: fields that the rows of the mode must have, such as decay=0.999.
+        rows: results of the experiment fast-weight-layers.
+        mode: such as "fast", "restart", "slow" or "dynamic" (see `document_losses.score`).
+        length: only of models that were trained on windows of so many tokens; of all when None.
+        decay: only of layers with this decay; of all when None.
+        refresh: only of layers that are refreshed every so many tokens; of all when None.
 
     Returns:
-        {(body, by, bin): nats per token, mean, lowest and highest over seeds}.
+        {(body, by, bin): nats per token, over seeds}.
     """
-    place = lambda r: tuple(r[name] for name in ("body", "by", "bin", "seed", "length"))  # noqa: E731
-    found = [r for r in rows if r["by"] != "cost"]
-    static = {place(r): r["nats"] for r in found if r["mode"] == "static"}
-    pairs = [
-        r | dict(gain=static[place(r)] - r["nats"])
-        for r in found
-        if r["mode"] == mode and place(r) in static and which.items() <= r.items()
+    wanted = dict(mode=mode, length=length, decay=decay, refresh=refresh)
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    losses = [row for row in rows if row["by"] != "cost"]
+    static = {_key(row): row["nats"] for row in losses if row["mode"] == "static"}
+    compared = [
+        row | dict(gain=static[_key(row)] - row["nats"])
+        for row in losses
+        if wanted.items() <= row.items() and _key(row) in static
     ]
-    return averages(pairs, ("body", "by", "bin"), "gain")
+    return averages(compared, ("body", "by", "bin"), "gain")
 
 
-def variants(rows: list[dict]) -> list[dict]:
-    """What tells the layers in these rows apart, short windows and little decay first."""
-    found = {(r["length"], -r["decay"]) for r in rows if r.get("decay") is not None}
-    return [dict(length=length, decay=-decay) for length, decay in sorted(found)]
+def _key(row: Row) -> tuple:
+    """What a row and that of the static model must have in common to be compared."""
+    return tuple(row[name] for name in ("body", "by", "bin", "seed", "length"))
 
 
-def refreshes(rows: list[dict]) -> list[int]:
+def variants(rows: list[Row]) -> list[dict[str, Any]]:
+    """Lengths of windows and decays of the layers in these rows, short windows and little decay first."""
+    kinds = {(row["length"], -row["decay"]) for row in rows if row.get("decay") is not None}
+    return [dict(length=length, decay=-decay) for length, decay in sorted(kinds)]
+
+
+def refreshes(rows: list[Row]) -> list[int]:
     """Tokens between updates of the refreshed layers in these rows, fewest first."""
-    return sorted({int(r["refresh"]) for r in rows if r.get("refresh") is not None})
+    return sorted({int(row["refresh"]) for row in rows if row.get("refresh") is not None})
+
+
+class Curve(NamedTuple):
+    """One curve of the figure, in every panel.
+
+    Attributes:
+        label: in the legend.
+        gains: of its mode.
+        style: arguments of `plotting.curve`.
+        by_position_only: whether the curve is in the panels by position alone, since it differs from others only beyond
+            the windows of training.
+    """
+
+    label: str
+    gains: Gains
+    style: dict[str, Any]
+    by_position_only: bool = False
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Gain in nats by position, frequency and repetition, a row of panels per body.
+    """Draw the gain in nats by position, frequency and repetition, a row of panels for each body.
 
-    Over the same model trained without learning; what is learned is carried through the document but for squares.
-    Dotted: where the windows of training end.
+    What a layer has learned is carried through the document, but where it is restarted. Dotted verticals: where the
+    windows of training end.
     """
     import numpy as np
 
     from fastweights.lab.tasks.document_losses import BINS
 
-    names = dict(
-        position="position in the document",
-        frequency="times seen in training",
-        repetition="times seen before in the document",
-    )
-    bodies = list(dict.fromkeys(r["body"] for r in rows))
-    with plotting.figure(
-        path, 3, len(bodies), size=(3.5, 2.9), title="What a Fast Weight Layer gains, and where"
-    ) as axes:
-        # A row of panels per body: gain by position, by frequency in training, by repetition.
-        for line, body in zip(np.reshape(axes, (len(bodies), 3)), bodies, strict=True):
-            for ax, (by, name) in zip(line, names.items(), strict=True):
-                at = BINS[by]
-                for label, curve, look in _curves(rows):
-                    if by != "position" and label.startswith(("no decay", "decay")):
-                        continue  # what happens beyond the windows of training shows by position
-                    found = {at.index(b): v for (who, kind, b), v in curve.items() if (who, kind) == (body, by)}
-                    x = sorted(found)
-                    band = ([found[b][1] for b in x], [found[b][2] for b in x])
-                    plotting.curve(ax, x, [found[b][0] for b in x], label=label, band=band, **look)
-                ax.set_xticks(range(len(at)), [f"{a // 1000}k+" if a >= 1000 else f"{a}+" for a in at])
+    bodies = list(dict.fromkeys(row["body"] for row in rows))
+    lengths = {variant["length"] for variant in variants(rows)}
+    title = "What a Fast Weight Layer gains, and where"
+    with plotting.figure(path, 3, len(bodies), size=(3.5, 2.9), title=title) as axes:
+        axes = np.reshape(axes, (len(bodies), 3))
+        for row_of_axes, body in zip(axes, bodies, strict=True):
+            for ax, (by, name) in zip(row_of_axes, AXES.items(), strict=True):
+                edges = BINS[by]
+                for curve in _curves(rows):
+                    if by == "position" or not curve.by_position_only:
+                        _draw(ax, curve, body, by, edges)
+                ax.set_xticks(range(len(edges)), [f"{a // 1000}k+" if a >= 1000 else f"{a}+" for a in edges])
                 ax.axhline(0, color=plotting.GREY, linewidth=0.8)
                 ax.set_ylim(bottom=max(LOWEST, ax.get_ylim()[0]))
-                for length in {k["length"] for k in variants(rows)} & set(at) if by == "position" else ():
-                    ax.axvline(at.index(length) - 0.5, color=plotting.GREY, linewidth=1, linestyle=":")
+                if by == "position":
+                    for length in lengths & set(edges):
+                        ax.axvline(edges.index(length) - 0.5, color=plotting.GREY, linewidth=1, linestyle=":")
                 ax.set(xlabel=name, title=f"{body} body")
-            line[0].set_ylabel("nats per token gained")
-        handles = np.ravel(axes)[0].get_legend_handles_labels()
-        np.ravel(axes)[0].figure.legend(*handles, loc="outside lower center", ncols=3)
+            row_of_axes[0].set_ylabel("nats per token gained")
+        handles = axes[0, 0].get_legend_handles_labels()
+        axes[0, 0].figure.legend(*handles, loc="outside lower center", ncols=3)
 
 
-def _curves(rows: list[Row]) -> list[tuple[str, dict, dict[str, Any]]]:
-    """(label, gains, look) of dynamic evaluation, of each layer, and of the published one, which starts afresh."""
-    kinds = variants(rows)
-    curves: list[tuple[str, dict, dict[str, Any]]] = [
-        ("dynamic evaluation", gains(rows, "dynamic"), dict(color=plotting.INK, dashed=True))
-    ]
+def _draw(axes: Any, curve: Curve, body: str, by: str, edges: tuple[int, ...]) -> None:
+    """Draw a curve in one panel: of one body, by one of AXES, whose bins have these lower edges."""
+    points = {edges.index(edge): gain for (b, kind, edge), gain in curve.gains.items() if (b, kind) == (body, by)}
+    x = sorted(points)
+    band = [points[i].lowest for i in x], [points[i].highest for i in x]
+    plotting.curve(axes, x, [points[i].mean for i in x], label=curve.label, band=band, **curve.style)
+
+
+def _curves(rows: list[Row]) -> list[Curve]:
+    """The curves of dynamic evaluation, of refreshed layers, of layers with decays, and of the published layer."""
+    dynamic = dict(color=plotting.INK, dashed=True)
+    curves = [Curve("dynamic evaluation", gains(rows, "dynamic"), dynamic)]
     for C in refreshes(rows)[-1:]:
-        curves.append((f"refreshed every {C}", gains(rows, "fast", refresh=C), dict(color=plotting.PALETTE[0])))
-        look = dict(color=plotting.PALETTE[3])
-        curves.append((f"refreshed every {C}, and cache", gains(rows, "both", refresh=C), look))
+        layer, with_cache = gains(rows, "fast", refresh=C), gains(rows, "both", refresh=C)
+        curves.append(Curve(f"refreshed every {C}", layer, dict(color=plotting.PALETTE[0])))
+        curves.append(Curve(f"refreshed every {C}, and cache", with_cache, dict(color=plotting.PALETTE[3])))
+    kinds = variants(rows)
     for kind in kinds:
         decay = f"decay {kind['decay']:g}" if kind["decay"] < 1 else "no decay"
-        look = dict(color=COLOURS[kind["decay"]], dashed=kind["length"] > kinds[0]["length"])
-        curves.append((f"{decay}, windows of {kind['length']:,}", gains(rows, "fast", **kind), look))
-    for kind in [k for k in kinds if k["decay"] == 1][-1:]:
-        label, look = f"as published, restarted every {kind['length']:,}", dict(color=plotting.PALETTE[7], marker="s")
-        curves.append((label, gains(rows, "restart", **kind), look))
+        style = dict(color=COLOURS[kind["decay"]], dashed=kind["length"] > kinds[0]["length"])
+        curves.append(Curve(f"{decay}, windows of {kind['length']:,}", gains(rows, "fast", **kind), style, True))
+    for kind in [kind for kind in kinds if kind["decay"] == 1][-1:]:
+        label = f"as published, restarted every {kind['length']:,}"
+        curves.append(Curve(label, gains(rows, "restart", **kind), dict(color=plotting.PALETTE[7], marker="s")))
     return curves

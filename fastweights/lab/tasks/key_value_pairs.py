@@ -1,10 +1,10 @@
 """The retrieval task of Schlag et al. 2021, section 6.1: pairs of a key and a value, and a question after them.
 
-A sequence holds L pairs of a key and a value out of S each; after it a key asks for its (last) value. Setting 1: L = S,
-every key and value once. Setting 2: L = 2 S, drawn with replacement, so keys are overwritten. Loss: half the squared
-distance to the one-hot value; answering nothing scores 0.5.
+A sequence holds L pairs of a key and a value, each one of S; then a key asks for its value, the last one if there were
+several. Setting 1: L = S, every key and value once. Setting 2: L = 2 S, drawn with replacement, so that keys are
+overwritten. The loss is half the squared distance to the one-hot value; answering nothing scores 0.5.
 
-Shapes: B sequences, L pairs, A models side by side, each with its own sequences; N queries.
+Shapes: B sequences, L pairs, A models side by side, each with its own sequences; N questions.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-QUERIES = 200  # at most, per sequence that is scored
+QUESTIONS = 200  # at most, for each sequence that is scored
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Task:
     """The task at one size.
 
     Attributes:
-        keys: S, of keys and of values.
+        keys: S, the number of different keys, and of different values.
         replace: whether pairs are drawn with replacement (setting 2), so that keys are overwritten.
     """
 
@@ -33,13 +33,13 @@ class Task:
         return self.keys * (1 + self.replace)
 
     def sequences(self, B: int, L: int, A: int, device: str) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, A), integers.
+        """Keys and values (B, L, A) of random sequences, whole numbers from 0 to S - 1.
 
         Args:
-            B: sequences.
-            L: pairs in each.
-            A: models that are trained side by side, each with its own sequences.
-            device: to put them on.
+            B: sequences for each model.
+            L: pairs in each sequence; S in setting 1.
+            A: models, each of which has its own sequences.
+            device: "cpu" or "cuda".
         """
         if self.replace:
             keys, values = torch.randint(self.keys, (2, B, L, A), device=device)
@@ -48,18 +48,30 @@ class Task:
         return keys, values
 
     def question(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The key at a random position of each sequence, and its last value: (B, A) each."""
+        """One question for each sequence: the key at a random position (B, A), and its last value (B, A).
+
+        Args:
+            keys, values: (B, L, A), of `sequences`.
+        """
         B, L, A = keys.shape
-        at = torch.randint(L, (B, 1, A), device=keys.device)
-        asked = keys.gather(1, at)
+        position = torch.randint(L, (B, 1, A), device=keys.device)
+        asked = keys.gather(1, position)
         order = torch.arange(1, L + 1, device=keys.device)[:, None]
         last = ((keys == asked) * order).argmax(1, keepdim=True)
         return asked[:, 0], values.gather(1, last)[:, 0]
 
     def all_questions(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each of the first N keys: its last value (B, N, A) and whether it occurs; and the keys themselves."""
-        N = min(self.keys, QUERIES)
+        """A question for each of the first N keys, at most QUESTIONS.
+
+        Args:
+            keys, values: (B, L, A), of `sequences`.
+
+        Returns:
+            The keys that are asked for (B, N, A), their last values (B, N, A), and whether the key occurs (B, N, A):
+            where it does not, its value means nothing.
+        """
+        N = min(self.keys, QUESTIONS)
         order = torch.arange(1, keys.shape[1] + 1, device=keys.device)[:, None, None]
         asked = torch.arange(N, device=keys.device)[:, None]
-        last = ((keys[:, :, None] == asked) * order).amax(1)  # (B, N, A), 0 where absent
+        last = ((keys[:, :, None] == asked) * order).amax(1)  # (B, N, A), counted from 1; 0 where the key is absent
         return asked.expand_as(last), values.gather(1, (last - 1).clamp(min=0)), last > 0

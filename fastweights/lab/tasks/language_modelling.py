@@ -7,39 +7,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastweights.lab.engine import training_step
 from fastweights.lab.engine.results import Arm
-from fastweights.lab.tasks.corpora import Text
+from fastweights.lab.engine.training_step import TrainingStep, autocast, cosine_schedule
+from fastweights.lab.tasks.corpora import Corpus
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.torch.tree import map_tensors
+
+SEGMENT = 2048  # tokens that `score_carried` reads at a time, which changes nothing but speed
+SCORED_AT_ONCE = 2**17  # tokens of the windows that `score_windows` reads side by side
 
 
 def train(
     model: LanguageModel,
-    found: Text,
+    corpus: Corpus,
     arm: Arm,
+    *,
     carried: bool,
-    count: int,
+    steps: int,
     device: str,
     report: Callable[[float, str], None],
 ) -> None:
-    """`count` steps on the training stream.
+    """Train on the training stream of a corpus.
 
     Args:
-        model: to train.
-        found: the corpus.
+        model: is trained in place.
+        corpus: whose training text is read.
         arm: has batch, length, lr and seed.
-        carried: rows are contiguous and their memory goes on from step to step; otherwise windows at random places.
-        count: steps.
+        carried: whether each row of the batch reads its own part of the stream, with its memory carried from step to
+            step; otherwise rows are windows at random places, each read with an empty memory.
+        steps: number of steps.
         device: "cpu" or "cuda".
-        report: hears how far it is.
+        report: called with the fraction that is done and a line about it.
     """
     batch, length = arm["batch"], arm["length"]
-    stream = torch.from_numpy(found.train).to(device)
-    places = torch.Generator().manual_seed(arm["seed"])
-    span = (len(stream) - 1) // batch
-    offsets = torch.arange(batch, device=device)[:, None] * span + torch.arange(length + 1, device=device)
-    memory = Carried(model, batch) if carried else None
+    stream = torch.from_numpy(corpus.streams["train"]).to(device)
+    generator = torch.Generator().manual_seed(arm["seed"])
+    offsets = torch.arange(length + 1, device=device)
+    part = (len(stream) - 1) // batch  # tokens of a row's own part of the stream
+    row_starts = torch.arange(batch, device=device)[:, None] * part
+    memory = CarriedState(model, batch) if carried else None
 
     def objective(rows: Tensor, keep: Tensor) -> Tensor:
         state = None if memory is None else memory.read(keep)
@@ -48,87 +54,96 @@ def train(
             memory.write(scores.state)
         return scores.loss.mean()
 
-    step = training_step.TrainingStep(model, objective, device, lr=arm["lr"])
-    for i in range(count):
+    step = TrainingStep(model, objective, device, lr=arm["lr"])
+    for i in range(steps):
         if carried:
-            at = i % max(1, (span - 1) // length)
-            rows, keep = stream[offsets + at * length], torch.tensor(float(at > 0))
+            segment = i % max(1, (part - 1) // length)  # after the last segment of a part the first comes again
+            first, keep = row_starts + segment * length, torch.tensor(float(segment > 0))
         else:
-            first = torch.randint(len(stream) - length - 1, (batch, 1), generator=places).to(device)
-            rows, keep = stream[first + offsets[:1]], torch.tensor(0.0)
-        loss = step(training_step.cosine_schedule(i, count, min(100, count // 10 + 1)), rows, keep.to(device))
+            first = torch.randint(len(stream) - length - 1, (batch, 1), generator=generator).to(device)
+            keep = torch.tensor(0.0)
+        share = cosine_schedule(i, steps, min(100, steps // 10 + 1))
+        loss = step(share, stream[first + offsets], keep.to(device))
         if i % 50 == 0:
-            report(i / count, f"{arm['group']} {arm['corpus']} {arm['model']}, loss {float(loss):.2f}")
+            report(i / steps, f"{arm['group']} {arm['corpus']} {arm['model']}, loss {float(loss):.2f}")
 
 
-class Carried:
-    """What rows remember between segments, at a fixed place in memory, so that a recorded step finds it."""
+class CarriedState:
+    """The state that rows carry from step to step, in the same tensors always, so that a captured step finds it.
+
+    Args:
+        model: whose state it is.
+        batch: number of rows.
+    """
 
     def __init__(self, model: LanguageModel, batch: int):
-        self.state = model.init_state(batch).blocks
+        self.blocks = model.init_state(batch).blocks
 
     def read(self, keep: Tensor) -> State:
-        """keep: 0 forgets all."""
-        return State(map_tensors(lambda x: x * keep.to(x.dtype), self.state), None)
+        """The state as it is where keep is 1, and an empty one where it is 0."""
+        return State(map_tensors(lambda x: x * keep.to(x.dtype), self.blocks), None)
 
     def write(self, state: State) -> None:
-        """Copy a state to where the next step will find it."""
-        pairs = list(zip(_tensors(self.state), _tensors(state.blocks), strict=True))
-        for old, x in pairs:
-            old.copy_(x.detach())
+        """Copy a state, without its gradients, to where the next step will read it."""
+        for old, new in zip(_tensors(self.blocks), _tensors(state.blocks), strict=True):
+            old.copy_(new.detach())
 
 
 def _tensors(state: Any) -> list[Tensor]:
     """Every tensor of a state, in a fixed order."""
-    found: list[Tensor] = []
-    map_tensors(lambda x: found.append(x), state)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, state)
+    return tensors
 
 
-def carried_numbers(model: LanguageModel) -> int:
-    """Numbers carried from segment to segment by one row."""
+def state_size(model: LanguageModel) -> int:
+    """How many numbers one row carries from segment to segment."""
     return sum(x.numel() for x in _tensors(model.init_state(1).blocks))
 
 
 @torch.no_grad()
 def score_windows(model: LanguageModel, stream: np.ndarray, length: int, device: str) -> float:
-    """Nats per token: windows at steps of half their length, of which the second half counts (all of the first).
+    """The mean loss in nats per token, with limited context.
+
+    Windows start half a window apart; of each the second half is scored, and of the first window the first half too.
 
     Args:
-        model: a language model, put into evaluation mode.
+        model: is put into evaluation mode.
         stream: (T,) tokens of all documents, end to end.
         length: tokens of a window.
-        device: device to run on.
+        device: "cpu" or "cuda".
     """
     model.eval()
     half = length // 2
     tokens = torch.from_numpy(stream).to(device)
-    firsts = torch.arange(0, max(1, len(stream) - length - 1), half, device=device)
+    offsets = torch.arange(length + 1, device=device)
+    starts = torch.arange(0, max(1, len(stream) - length - 1), half, device=device)
     total = count = 0.0
-    for some in firsts.split(max(1, 2**17 // length)):
-        rows = tokens[some[:, None] + torch.arange(length + 1, device=device)]
-        with training_step.autocast(device):
+    for batch in starts.split(max(1, SCORED_AT_ONCE // length)):
+        rows = tokens[batch[:, None] + offsets]
+        with autocast(device):
             loss = model.score(rows[:, :-1], rows[:, 1:]).loss.float()
-        loss[(some > 0).nonzero()[:, 0], :half] = 0.0
-        total, count = total + float(loss.sum()), count + len(some) * half + half * int((some == 0).any())
+        loss[(batch > 0).nonzero()[:, 0], :half] = 0.0
+        total += float(loss.sum())
+        count += len(batch) * half + half * int((batch == 0).any())
     return total / count
 
 
 @torch.no_grad()
-def score_carried(model: LanguageModel, stream: np.ndarray, device: str, segment: int = 2048) -> float:
-    """Nats per token in one pass over the whole stream, memory carried from its first token to its last.
+def score_carried(model: LanguageModel, stream: np.ndarray, device: str, segment: int = SEGMENT) -> float:
+    """The mean loss in nats per token of one pass over a stream, memory carried from its first token to its last.
 
     Args:
-        model: a language model, put into evaluation mode.
+        model: is put into evaluation mode.
         stream: (T,) tokens of all documents, end to end.
-        device: device to run on.
-        segment: tokens read at a time, which changes nothing but speed.
+        device: "cpu" or "cuda".
+        segment: tokens read at a time.
     """
     model.eval()
     tokens, state, total = torch.from_numpy(stream).to(device)[None], model.init_state(1), 0.0
-    for at in range(0, len(stream) - 1, segment):
-        part = tokens[:, at : at + segment + 1]
-        with training_step.autocast(device):
+    for start in range(0, len(stream) - 1, segment):
+        part = tokens[:, start : start + segment + 1]
+        with autocast(device):
             scores = model.score(part[:, :-1], part[:, 1:], state)
         state, total = scores.state, total + float(scores.loss.double().sum())
     return total / (len(stream) - 1)

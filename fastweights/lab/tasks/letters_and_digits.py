@@ -1,6 +1,6 @@
-"""The letters-and-digits task and the networks that are trained on it (see papers/associative.py).
+"""Associative retrieval (papers/associative.py): letters with digits, a question, and the networks that answer it.
 
-Shapes: A copies of a network (seeds), B sequences of T = 2 pairs + 3 symbols, R hidden units.
+Shapes: A copies of a network (seeds), B sequences of T = 2 PAIRS + 3 symbols, R hidden units.
 """
 
 import math
@@ -15,10 +15,11 @@ from fastweights.lab.engine.training import adam, descend
 from fastweights.torch import FastWeightRNN
 
 LETTERS, DIGITS, PAIRS = 26, 10, 4
-VOCABULARY = LETTERS + DIGITS + 1  # and the question mark
-TESTED = 4096  # sequences per evaluation
-# A ReLU network is one with fast weights that never reads them.
-RECURRENT: dict[str, dict[str, Any]] = {
+VOCABULARY = LETTERS + DIGITS + 1  # the last symbol is the question mark
+WIDTH = 100  # of the layers before and after the recurrent one
+TESTED = 4096  # sequences in an evaluation
+# Arguments of FastWeightRNN by model. A ReLU network is one with fast weights that never reads them.
+FAST_WEIGHTS: dict[str, dict[str, Any]] = {
     "rnn": dict(rate=0.0, inner_steps=0, layer_norm=False),
     "fast": dict(rate=0.5),
     "fast, rate 0": dict(rate=0.0),
@@ -27,17 +28,21 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 
 def sequences(A: int, B: int, device: str) -> tuple[Tensor, Tensor]:
-    """Symbols (A, B, T) and the digit asked for (A, B): pairs of different letters and digits, `??`, a letter."""
+    """Symbols (A, B, T) and the digit that is asked for (A, B).
+
+    A sequence is PAIRS pairs of a letter and a digit, all letters different, then `??` and one of the letters.
+    """
     letters = torch.rand(A, B, LETTERS, device=device).argsort(-1)[..., :PAIRS]
     digits = torch.randint(DIGITS, (A, B, PAIRS), device=device)
     asked = torch.randint(PAIRS, (A, B, 1), device=device)
     pairs = torch.stack([letters, digits + LETTERS], -1).flatten(-2)
-    marks = torch.full_like(letters[..., :2], VOCABULARY - 1)
-    return torch.cat([pairs, marks, letters.gather(-1, asked)], -1), digits.gather(-1, asked)[..., 0]
+    question_marks = torch.full_like(letters[..., :2], VOCABULARY - 1)
+    symbols = torch.cat([pairs, question_marks, letters.gather(-1, asked)], -1)
+    return symbols, digits.gather(-1, asked)[..., 0]
 
 
 class LSTM(nn.Module):
-    """torch's own, step by step, so that copies of it can be stacked."""
+    """PyTorch's LSTM, computed step by step, so that `vmap` can run stacked copies."""
 
     def __init__(self, inputs: int, R: int):
         super().__init__()
@@ -45,44 +50,52 @@ class LSTM(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Hidden vectors (B, T, R) for x (B, T, inputs), and no state."""
-        drive = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
-        h = c = torch.zeros_like(drive[:, 0, : self.cell.hidden_size])
-        past = []
+        from_inputs = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
+        h = c = torch.zeros_like(from_inputs[:, 0, : self.cell.hidden_size])
+        hidden = []
         for t in range(x.shape[1]):
-            i, f, g, o = F.linear(h, self.cell.weight_hh).add(drive[:, t]).chunk(4, -1)
+            i, f, g, o = F.linear(h, self.cell.weight_hh).add(from_inputs[:, t]).chunk(4, -1)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             h = torch.sigmoid(o) * torch.tanh(c)
-            past.append(h)
-        return torch.stack(past, 1), None
+            hidden.append(h)
+        return torch.stack(hidden, 1), None
 
 
 class Network(nn.Module):
-    """Symbols -> 100 ReLU units -> a recurrent network of R units -> 100 ReLU units -> digits."""
+    """Symbols -> WIDTH ReLU units -> a recurrent network of R units -> WIDTH ReLU units -> digits.
+
+    Args:
+        model: "lstm", or a key of FAST_WEIGHTS.
+        R: hidden units.
+    """
 
     def __init__(self, model: str, R: int):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 100)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         nn.init.uniform_(self.embedding.weight, -1 / math.sqrt(VOCABULARY), 1 / math.sqrt(VOCABULARY))
-        self.out = nn.Sequential(nn.Linear(R, 100), nn.ReLU(), nn.Linear(100, DIGITS))
-        body: Any = LSTM(100, R) if model == "lstm" else FastWeightRNN(100, R, decay=0.95, **RECURRENT[model])
+        self.out = nn.Sequential(nn.Linear(R, WIDTH), nn.ReLU(), nn.Linear(WIDTH, DIGITS))
+        if model == "lstm":
+            self.recurrent: Any = LSTM(WIDTH, R)
+        else:
+            self.recurrent = FastWeightRNN(WIDTH, R, decay=0.95, **FAST_WEIGHTS[model])
         if model == "rnn":
-            nn.init.eye_(body.W)  # starts by remembering (IRNN)
-        self.body = body
+            nn.init.eye_(self.recurrent.W)  # starts by remembering (IRNN)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits (B, digits) after the last symbol of (B, T)."""
-        return self.out(self.body(F.relu(self.embedding(symbols)))[0][:, -1])
+        """Logits (B, DIGITS) after the last of the symbols (B, T)."""
+        hidden, _ = self.recurrent(F.relu(self.embedding(symbols)))
+        return self.out(hidden[:, -1])
 
 
-class Learner:
-    """Copies of a network, stacked with `torch.func`, their optimiser and their data (see engine/training.py).
+class RetrievalLearner:
+    """Copies of a network, their optimiser and their data, for `engine.training.train`.
 
     Args:
-        model: "lstm", or a key of RECURRENT.
+        model: "lstm", or a key of FAST_WEIGHTS.
         R: hidden units.
-        copies: seeds, which train together.
+        copies: number of seeds, which train together.
         device: "cpu" or "cuda".
-        batch: sequences per step and copy.
+        batch: sequences in a step of each copy.
     """
 
     def __init__(self, model: str, R: int, copies: int, device: str, batch: int = 128):
@@ -96,7 +109,7 @@ class Learner:
         self.optimizer = adam(list(self.weights.values()), 1e-3)
 
     def __call__(self, symbols: Tensor) -> Tensor:
-        """Logits (A, B, digits)."""
+        """Logits (A, B, DIGITS) of symbols (A, B, T), each copy on its own sequences."""
         return vmap(lambda weights, x: functional_call(self.network, weights, (x,)))(self.weights, symbols)
 
     def step(self) -> None:
@@ -107,9 +120,9 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self) -> Tensor:
-        """(A, 2): error in percent, and loss."""
+        """Scores (A, 2) on fresh sequences: the error in percent, and the loss."""
         symbols, digits = sequences(self.copies, TESTED, self.device)
         logits = self(symbols)
-        wrong = 100 * (logits.argmax(-1) != digits).float().mean(1)
+        error = 100 * (logits.argmax(-1) != digits).float().mean(1)
         loss = F.cross_entropy(logits.flatten(0, 1), digits.flatten(), reduction="none").view(digits.shape).mean(1)
-        return torch.stack([wrong, loss], 1)
+        return torch.stack([error, loss], 1)

@@ -1,6 +1,6 @@
 """Models that track the product of permutations, several copies side by side, and how often they are right.
 
-Letters: R copies, B words, T tokens, D width, H heads, n writes per token.
+Shapes: R copies, B words, T tokens, D width, H heads, K key width, G elements of the group, n writes per token.
 """
 
 import torch
@@ -12,15 +12,20 @@ from fastweights.lab.tasks.permutation_words import words
 from fastweights.models.rotary import angles, rotate
 from fastweights.torch import fast_weight
 
-MIXERS = ("delta", "gated-delta", "softmax")
-TESTED = 256  # words per copy
+TESTED = 256  # words of each copy
+DECAY_BIAS = -4.0  # softplus of it is a decay of 0.02 per token
 
 
 class Trackers(nn.Module):
     """R models of one block each: a mixer and a feed-forward, then logits of the product.
 
-    mixer: "delta", the delta rule with `writes` per token and, for each copy, a largest write rate of `beta_max`;
-    "gated-delta", with a learned decay; "softmax", causal attention with rotary positions.
+    Args:
+        elements: G.
+        mixer: "delta", the delta rule with `writes` per token; "gated-delta", the same with a learned decay; "softmax",
+            causal attention with rotary positions.
+        beta_max: the largest write rate of each copy; its length is R.
+        writes: n, writes per token.
+        dim, heads, key_dim: D, H and K.
     """
 
     def __init__(
@@ -30,23 +35,25 @@ class Trackers(nn.Module):
         R, K = len(beta_max), key_dim
         self.mixer, self.heads, self.writes, self.key_dim = mixer, heads, writes, key_dim
         self.register_buffer("beta_max", torch.tensor(beta_max).view(R, 1, 1, 1))
-        widths = dict(q=heads * K, k=writes * heads * K, v=writes * heads * K)
+        self.widths = dict(q=heads * K, k=writes * heads * K, v=writes * heads * K)  # of parts of one projection
         if mixer != "softmax":
-            widths["beta"] = writes * heads
+            self.widths["beta"] = writes * heads
         if mixer == "gated-delta":
-            widths["decay"] = heads
-        self.widths = widths
-        matrix = lambda i, o: nn.Parameter(torch.empty(R, i, o).uniform_(-1, 1) * i**-0.5)  # noqa: E731
+            self.widths["decay"] = heads
+
+        def matrix(inputs: int, outputs: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(R, inputs, outputs).uniform_(-1, 1) * inputs**-0.5)
+
         self.embedding = nn.Parameter(torch.randn(R, elements + 1, dim))
-        self.into, self.out = matrix(dim, sum(widths.values())), matrix(heads * K, dim)
+        self.into, self.out = matrix(dim, sum(self.widths.values())), matrix(heads * K, dim)
         self.hidden, self.back = matrix(dim, 4 * dim), matrix(4 * dim, dim)
         self.logits = matrix(dim, elements)
         if mixer == "gated-delta":
-            self.decay_bias = nn.Parameter(torch.full((R, 1, 1, heads), -4.0))  # softplus of it: 0.02 per token
+            self.decay_bias = nn.Parameter(torch.full((R, 1, 1, heads), DECAY_BIAS))
         self.norms = nn.Parameter(torch.ones(3, R, 1, 1, dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (R, B, T) -> logits (R, B, T, G)."""
+        """Logits (R, B, T, G) of the products up to each of the tokens (R, B, T)."""
         R, size, _ = self.embedding.shape
         row = tokens + size * torch.arange(R, device=tokens.device)[:, None, None]
         x = F.embedding(row, self.embedding.flatten(0, 1))
@@ -55,14 +62,14 @@ class Trackers(nn.Module):
         return _linear(self._norm(x, 2), self.logits)
 
     def _norm(self, x: Tensor, i: int) -> Tensor:
-        """RMS norm of the last axis, with the i-th weights of each copy."""
+        """RMS norm of the last axis of x (R, B, T, D), with the i-th weights of each copy."""
         return F.rms_norm(x, x.shape[-1:], eps=1e-6) * self.norms[i]
 
     def _mix(self, x: Tensor) -> Tensor:
-        """(R, B, T, D) -> (R, B, T, H K).
+        """What the mixer makes of x (R, B, T, D): (R, B, T, H K).
 
-        Several writes per token are so many rows of k, v and beta for one of q; copies share one call as rows of the
-        batch.
+        The copies share one call, as rows of its batch. Several writes per token are as many rows of k, v and beta for
+        one row of q.
         """
         R, B, T, _ = x.shape
         parts = dict(zip(self.widths, _linear(x, self.into).split(list(self.widths.values()), -1), strict=True))
@@ -72,46 +79,49 @@ class Trackers(nn.Module):
             q, k, v = (y.transpose(1, 2) for y in (rotate(q, turns), rotate(k, turns), v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(R, B, T, -1)
         beta = (self.beta_max * parts["beta"].float().sigmoid()).to(v.dtype).reshape(R * B, -1, self.heads)
-        decay = None
+        log_decay = None
         if self.mixer == "gated-delta":
-            decay = -F.softplus(parts["decay"].float() + self.decay_bias).reshape(R * B, T, self.heads).to(v.dtype)
-        o, _ = fast_weight(q, k, v, beta=beta, log_decay=decay, norm="l2", writes=self.writes)
+            log_decay = -F.softplus(parts["decay"].float() + self.decay_bias).reshape(R * B, T, self.heads).to(v.dtype)
+        o, _ = fast_weight(q, k, v, beta=beta, log_decay=log_decay, norm="l2", writes=self.writes)
         return o.reshape(R, B, T, -1)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (R, B, T, in) by each copy's own matrix (R, in, out)."""
+    """x (R, B, T, inputs) times each copy's own matrix of weight (R, inputs, outputs)."""
     return torch.bmm(x.flatten(1, 2), weight).unflatten(1, x.shape[1:3])
 
 
-def losses(model: Trackers, tokens: Tensor, products: Tensor, counted: Tensor, smoothing: float) -> Tensor:
-    """(R,), of each copy: cross entropy, mean over the tokens that are counted, (R, T) of 0 and 1.
+def losses(model: Trackers, tokens: Tensor, products: Tensor, mask: Tensor, smoothing: float) -> Tensor:
+    """The cross entropy (R,) of each copy, mean over its words and over the tokens that count.
 
-    The labels are smoothed, so that a confident answer does not end the learning: what is wanted are the same logits
-    however long the word was.
+    Args:
+        model: of R copies.
+        tokens, products: (R, B, T), of `permutation_words.words`.
+        mask: (R, T), 1 for the tokens that count and 0 for the others.
+        smoothing: of the labels, so that a confident answer does not end the learning: the logits should be the same
+            however long the word was.
     """
     logits = model(tokens).float().flatten(1, 2).transpose(1, 2)
     each = F.cross_entropy(logits, products.flatten(1), reduction="none", label_smoothing=smoothing)
-    return (each.view(products.shape).mean(1) * counted).sum(1) / counted.sum(1)
+    return (each.view(products.shape).mean(1) * mask).sum(1) / mask.sum(1)
 
 
 @torch.no_grad()
 def accuracy(model: Trackers, table: Tensor, lengths: list[int], generator: torch.Generator) -> list[list[float]]:
-    """Per copy: the share of right products in the later half of words of so many tokens.
+    """For each copy and length, the share of right products in the later half of words of so many tokens.
 
-    The later half alone: early products are easy, and would hide that late ones are wrong. A model that guesses has 1 /
-    G.
+    Early products are easy, and would hide that late ones are wrong. A model that guesses gets 1 / G.
 
     Args:
-        model: of R copies.
+        model: of R copies; is put into evaluation mode.
         table: of the group.
-        lengths: of the words to report; the longest are read, and shorter ones are their beginnings.
+        lengths: of words. Words of the longest length are read, and the shorter ones are their beginnings.
         generator: seeded so that words are not those of training.
     """
     model.eval()
     R = model.embedding.shape[0]
     tokens, products = words(table, R, TESTED, max(lengths), generator)
     with autocast(table.device.type):
-        right = torch.cat([model(some).argmax(-1) for some in tokens.split(32, 1)], 1) == products
+        right = torch.cat([model(batch).argmax(-1) for batch in tokens.split(32, 1)], 1) == products
     shares = [right[..., length // 2 : length].float().mean((1, 2)) for length in lengths]
     return torch.stack(shares, 1).tolist()

@@ -1,78 +1,91 @@
-"""Pairs of a key and a value, asked for later in the same sequence (multi-query associative recall)."""
-
-from typing import Any
+"""Pairs of a key and a value, each asked for later in the same sequence (multi-query associative recall)."""
 
 import torch
 from torch import Tensor
 
-from fastweights.lab.engine import training_step
+from fastweights.lab.engine.training_step import autocast
+from fastweights.models.language_model import LanguageModel
 
-TESTED = 1024  # sequences per number of pairs
+TESTED, BATCH = 1024, 256  # sequences for each number of pairs, and of them read at a time
 
 
 def sequences(rows: int, pairs: Tensor, most: int, vocab: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """tokens and labels (rows, 4 * most); label -1 where nothing is asked.
+    """Tokens and labels (rows, 4 * most) of random sequences; a label is -1 where nothing is asked.
 
-    A row starts with its pairs[row] key-value pairs, k1 v1 k2 v2 ...; then the keys come back, each once, in random
-    order and at random even places, and the label there is its value. Other places after the pairs hold token 0.
-    Keys are 1 .. vocab / 2 - 1, different within a row; values are vocab / 2 .. vocab - 1.
+    The first half of a row has its pairs, k1 v1 k2 v2 ...; in the second half each key comes back once, in random order
+    and at a random even place, and the label there is its value. Other places hold token 0. Keys are tokens from 1 to
+    vocab / 2 - 1, different within a row; values are tokens from vocab / 2 to vocab - 1.
 
     Args:
-        rows: sequences.
-        pairs: (rows,) how many each has.
-        most: how many any of them may have, which decides the length.
-        vocab: keys and values together.
-        generator: source of chance, on the device of the result.
+        rows: number of sequences.
+        pairs: (rows,), how many pairs each sequence has.
+        most: how many pairs any sequence may have, which decides the length.
+        vocab: number of tokens, keys and values together.
+        generator: of random numbers, on the device of `pairs`.
     """
     device, half = pairs.device, vocab // 2
-    draw = lambda n: torch.rand(rows, n, generator=generator, device=device)  # noqa: E731
-    keys = 1 + draw(half - 1).argsort(1)[:, :most]
-    values = half + (draw(most) * half).long()
-    number = torch.arange(most, device=device)
-    there = number < pairs[:, None]
-    first = torch.stack([keys, values], 2).where(there[..., None], 0).flatten(1)  # (rows, 2 most)
-    place = draw(most).argsort(1)  # slot of two tokens after the pairs, one per key: all keys fit whatever `pairs` is
-    second = torch.zeros_like(first)
-    labels = torch.full_like(first, -1)
-    second.scatter_(1, 2 * place, keys.where(there, 0))
-    labels.scatter_(1, 2 * place, values.where(there, -1))
-    return torch.cat([first, second], 1), torch.cat([torch.full_like(first, -1), labels], 1)
+
+    def random(count: int) -> Tensor:
+        return torch.rand(rows, count, generator=generator, device=device)
+
+    keys = 1 + random(half - 1).argsort(1)[:, :most]
+    values = half + (random(most) * half).long()
+    used = torch.arange(most, device=device) < pairs[:, None]  # (rows, most): whether there is such a pair
+    stored = torch.stack([keys, values], 2).where(used[..., None], 0).flatten(1)
+    slots = random(most).argsort(1)  # each key has a slot of two tokens, so all fit however many pairs there are
+    asked = torch.zeros_like(stored)
+    labels = torch.full_like(stored, -1)
+    asked.scatter_(1, 2 * slots, keys.where(used, 0))
+    labels.scatter_(1, 2 * slots, values.where(used, -1))
+    return torch.cat([stored, asked], 1), torch.cat([torch.full_like(stored, -1), labels], 1)
 
 
-def counts(most: int) -> list[int]:
-    """Numbers of pairs that are trained and tested: powers of two."""
-    return [2**i for i in range(2, most.bit_length()) if 2**i <= most]
+def question_places(tokens: Tensor) -> slice:
+    """The places in sequences (B, T) at which a key may be asked for: the even ones of the second half."""
+    return slice(tokens.shape[1] // 2, None, 2)
 
 
-def answers(model: Any, tokens: Tensor) -> Tensor:
-    """Logits (B, n, V) at the n places where a key may be asked for."""
-    return model(tokens)[0][:, tokens.shape[1] // 2 :: 2] @ model.embedding.weight.mT
+def pair_counts(most: int) -> list[int]:
+    """Numbers of pairs that are trained and tested: powers of two from 4 to `most`.
+
+    Examples:
+        >>> pair_counts(64)
+        [4, 8, 16, 32, 64]
+    """
+    return [2**i for i in range(2, most.bit_length())]
+
+
+def answer_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """Logits (B, n, V) of the answers at the n `question_places` of tokens (B, T)."""
+    features, _ = model(tokens)
+    return features[:, question_places(tokens)] @ model.embedding.weight.mT
 
 
 @torch.no_grad()
-def accuracy(model: Any, n: int, most: int, vocab: int, generator: torch.Generator, device: str) -> float:
-    """Share of keys whose value is the likeliest token, in sequences of n pairs.
+def accuracy(model: LanguageModel, pairs: int, most: int, vocab: int, generator: torch.Generator, device: str) -> float:
+    """The share of keys whose value is the likeliest token.
 
     Args:
-        model: tokens (B, T) -> logits.
-        n: pairs in a sequence.
+        model: is put into evaluation mode.
+        pairs: in each sequence.
         most: pairs that a sequence may have, which decides its length.
         vocab: number of tokens.
         generator: of the sequences.
-        device: device to run on.
+        device: "cpu" or "cuda".
     """
     model.eval()
     right = asked = 0.0
-    for _ in range(max(1, TESTED // 256)):
-        tokens, labels = sequences(256, torch.full((256,), n, device=device), most, vocab, generator)
-        labels = labels[:, labels.shape[1] // 2 :: 2]
-        with training_step.autocast(device):
-            guess = answers(model, tokens).argmax(-1)
-        right, asked = right + float((guess == labels).sum()), asked + float((labels >= 0).sum())
+    for _ in range(TESTED // BATCH):
+        tokens, labels = sequences(BATCH, torch.full((BATCH,), pairs, device=device), most, vocab, generator)
+        labels = labels[:, question_places(labels)]
+        with autocast(device):
+            answers = answer_logits(model, tokens).argmax(-1)
+        right += float((answers == labels).sum())
+        asked += float((labels >= 0).sum())
     return right / asked
 
 
-def state_size(model: Any) -> int:
-    """Numbers carried from token to token; softmax's grow with the sequence and count as 0."""
+def state_size(model: LanguageModel) -> int:
+    """How many numbers the memories carry from token to token; softmax's grow with the sequence and count as 0."""
     states = [block.mixer.init_state(1) for block in model.blocks]
-    return sum(s.memory.numel() for s in states if s is not None)
+    return sum(state.memory.numel() for state in states if state is not None)
