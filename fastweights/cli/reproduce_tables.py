@@ -19,8 +19,7 @@ def show_result(outcome: Any, plan: Any, console: Any) -> None:
     """
     from fastweights.lab.engine.experiment import docstring
 
-    # An experiment's own table, ours beside the paper's; the raw rows where it has none.
-    rows = plan.module.table(outcome.rows) if hasattr(plan.module, "table") and outcome.rows else outcome.rows
+    rows = plan.module.table(outcome.rows) if outcome.rows else []
     if rows:
         console.print(_table(docstring(plan.name).splitlines()[0], rows[:SHOWN_ROWS]))
     if len(rows) > SHOWN_ROWS:

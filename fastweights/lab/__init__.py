@@ -1,23 +1,25 @@
 """The lab: figures and tables of the papers again, at a size that one GPU does in minutes.
 
-`fastweights reproduce --list` says what there is, claim by claim, and what our results say of it; so does
-docs/results/README.md. Three floors: papers/ has one file per figure or table, tasks/ what they train (data, models),
-engine/ what runs them (processes, results on disk, claims, figures). Each imports its own and later floors only.
+`fastweights reproduce --list` prints the experiments, claim by claim, with what our results say of each; so does
+docs/results/README.md. The lab has three floors. papers/ has one file per figure or table, tasks/ the data and models
+that are trained, engine/ what runs any experiment: processes, results on disk, claims, figures. Each floor imports
+itself and later ones only.
 
-An experiment is a module of papers/ with
+An experiment is a module of papers/. Its docstring has a title and the sections Paper:, Claim:, Cost: and Differs: (what
+is not as in the paper). It consists of, in this order,
 
-    FULL, SMOKE                       settings of `arms`: what the figure needs, and seconds on one core
-    arms(**settings) -> list[dict]    independent units of work, each a flat dict that says what it is
-    run(arm, *, device, report)       the rows (flat dicts) of one arm; calls report(fraction, text) now and then
+    FULL, SMOKE                       settings of `arms`: those of the figure, and some that take seconds on one core
+    arms(**settings) -> list[Arm]     independent units of work, each a flat dict of its settings
+    cost(arm) -> float                about how many seconds an arm takes on a shared GPU; the longest arms run first
+    data(arm) -> tuple[str, ...]      files that an arm reads, as patterns below the folder of --data; may be absent
+    run(arm, *, device, report)       result rows of one arm, flat dicts; calls report(fraction, text) now and then
+    table(rows) -> list[Row]          lines to print, our numbers beside the paper's
     plot(rows, path)                  the figure
-    CLAIMS                            what the paper says: sentences, published numbers, and judges of our rows
     size(rows) -> str                 how large our experiment is, for the scoreboard
-    check_smoke(rows) -> list[str]    assertions on the rows of SMOKE settings; lines that say what was confirmed
-    table(rows) -> list[dict]         optional: what to print, ours beside the paper's
-    data(arm) -> tuple[str, ...]      optional: files an arm reads, as patterns below the folder given with --data
-    cost(arm) -> float                optional: seconds, about, where processes share a GPU; the longest go first
+    CLAIMS                            what the paper says: sentences, published numbers, and judges of our rows
+    check_smoke(rows) -> list[str]    assertions on the rows of SMOKE settings; sentences that say what was confirmed
 
-and a docstring that says the title, Paper:, Claim:, Cost: and Differs:.
+where the rows that `table`, `plot` and the others take are those of all finished arms, with the fields of their arm.
 """
 
 EXPERIMENTS = (

@@ -1,9 +1,11 @@
 """Averages of result rows, such as over seeds: the mean of a number, with the lowest and the highest."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from fastweights.lab.engine.results import Row
+
+T = TypeVar("T")
 
 
 class Average(NamedTuple):
@@ -47,6 +49,20 @@ def averages(rows: Iterable[Row], fields: tuple[str, ...], value: str) -> dict[t
         if row.get(value) is not None:
             groups.setdefault(tuple(row.get(name) for name in fields), []).append(float(row[value]))
     return {group: Average(sum(x) / len(x), min(x), max(x)) for group, x in groups.items()}
+
+
+def select(groups: Mapping[tuple, T], *values: Any) -> dict[Any, T]:
+    """The groups whose first fields have these values, by their last field.
+
+    Args:
+        groups: of `averages` or `means`.
+        values: of all fields but the last.
+
+    Examples:
+        >>> select({("sum", 20): 0.1, ("delta", 20): 0.0, ("delta", 40): 0.2}, "delta")
+        {20: 0.0, 40: 0.2}
+    """
+    return {key[-1]: group for key, group in groups.items() if key[:-1] == values}
 
 
 def means(rows: Iterable[Row], fields: tuple[str, ...], value: str) -> dict[tuple, float]:

@@ -30,8 +30,8 @@ class Plan:
     smoke: bool
 
     def cost(self, arm: Arm) -> float:
-        """About how many seconds the arm takes on a shared GPU; 1 where the experiment does not say."""
-        return float(self.module.cost(arm)) if hasattr(self.module, "cost") else 1.0
+        """About how many seconds the arm takes on a shared GPU."""
+        return float(self.module.cost(arm))
 
     def missing(self, arms: list[Arm]) -> list[Arm]:
         """Those of the arms that have no results."""

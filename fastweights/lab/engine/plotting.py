@@ -1,11 +1,12 @@
 """Figures of the experiments in one style: our numbers solid, published ones dashed, one colour for each model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastweights.files import replacing
+from fastweights.lab.engine.averages import Average
 
 INK, GREY, FAINT = "#1f2430", "#8a93a5", "#d9dde5"  # lines and text; axes and notes; grids
 PALETTE = ("#2f6fde", "#e4572e", "#17a398", "#8e5bd0", "#e0a100", "#d6457f", "#4f9d3a", "#7a5c3e", "#3aa6d8", "#5b6472")
@@ -107,6 +108,30 @@ def curve(
     if band is not None:
         axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
     axes.plot(x, y, marker=marker, color=color, label=label, linestyle="--" if dashed else "-", linewidth=width)
+
+
+def average_curve(
+    axes: Any,
+    points: Mapping[Any, Average],
+    *,
+    label: str = "",
+    color: str = INK,
+    marker: str = "o",
+    dashed: bool = False,
+    width: float = 2.0,
+) -> None:
+    """Draw a curve of averages, with the range from lowest to highest shaded; nothing where there are no points.
+
+    Args:
+        axes: to draw on.
+        points: averages y by x, in any order.
+        label, color, marker, dashed, width: as for `curve`.
+    """
+    if points:
+        x = sorted(points)
+        y = [points[place].mean for place in x]
+        band = [points[place].lowest for place in x], [points[place].highest for place in x]
+        curve(axes, x, y, label=label, color=color, band=band, marker=marker, dashed=dashed, width=width)
 
 
 def published_curve(axes: Any, x: Sequence, y: Sequence, *, color: str = GREY) -> None:

@@ -18,7 +18,6 @@ class Outcome:
     """The outcome of an experiment.
 
     Attributes:
-        name: of the experiment.
         rows: all results that there are.
         missing: number of arms without results; while there are any, nothing is checked.
         confirmed: sentences that the results confirm (`claims.check`).
@@ -26,7 +25,6 @@ class Outcome:
         files: that were written.
     """
 
-    name: str
     rows: list[Row] = field(default_factory=list)
     missing: int = 0
     confirmed: list[str] = field(default_factory=list)
@@ -39,7 +37,7 @@ def finish(plan: Plan) -> Outcome:
 
     With --part nothing is written: that is left to the run that finds the results of all parts.
     """
-    outcome = Outcome(plan.name, plan.rows, len(plan.missing(plan.arms)))
+    outcome = Outcome(plan.rows, len(plan.missing(plan.arms)))
     if plan.results.part or not plan.rows:
         return outcome
     outcome.files.append(plan.results.write_csv())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.averages import Average, averages, select
 from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -98,7 +98,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Draw the error while training, a panel for each width, and the best error against the width."""
-    best = _errors(rows)
+    best, errors = _errors(rows), averages(rows, ("model", "R", "step"), "error")
     sizes = sorted({R for _, R in best})
     title = "Associative retrieval: error while training"
     note = "Mean and range over seeds. Dashes: the paper's Table 1, as quoted by others. Chance is 90 %."
@@ -106,13 +106,7 @@ def plot(rows: list[Row], path: Path) -> None:
     with plotting.figure(path, len(sizes) + 1, size=(4.3, 4.0), title=title, note=note) as (*panels, by_width):
         for axes, R in zip(panels, sizes, strict=True):
             for model, colour in colours.items():
-                evaluations = [r for r in rows if "error" in r and (r["model"], r["R"]) == (model, R)]
-                errors = {step: error for (step,), error in averages(evaluations, ("step",), "error").items()}
-                steps = sorted(errors)
-                band = [errors[step].lowest for step in steps], [errors[step].highest for step in steps]
-                mean = [errors[step].mean for step in steps]
-                if steps:
-                    plotting.curve(axes, steps, mean, label=NAMES[model], color=colour, band=band, marker="")
+                plotting.average_curve(axes, select(errors, model, R), label=NAMES[model], color=colour, marker="")
             axes.set_title(f"R = {R} hidden units")
             axes.set_ylim(-2, 92)
             axes.set_xlabel("step")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import Average, averages, means
+from fastweights.lab.engine.averages import Average, averages, means, select
 from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -154,8 +154,7 @@ def plot(rows: list[Row], path: Path) -> None:
             drawn = [row for row in rows if (row["features"] in RANDOM) == (axes is right)]
             losses = averages(drawn, ("features", "form", "S"), "last")
             for features, form in sorted({key[:2] for key in losses}, key=lambda key: _order(_name(*key))):
-                points = {S: loss for (f, g, S), loss in losses.items() if (f, g) == (features, form)}
-                _draw(axes, features, form, points)
+                _draw(axes, features, form, select(losses, features, form))
             axes.set(xlim=(0, 620), xlabel="keys S (= length of the sequence)")
             axes.set_ylim(-0.015, 0.53 if axes is left else 0.85)
             axes.axhline(0.5, color=plotting.GREY, linewidth=0.8)
@@ -174,17 +173,8 @@ def _draw(axes: Any, features: str, form: str, losses: dict[int, Average]) -> No
         plotting.published_curve(axes, range(20, 620, 20), PUBLISHED[features], color=colour)
     if form == "published":
         label += " as published, ours"
-    sizes = sorted(losses)
-    plotting.curve(
-        axes,
-        sizes,
-        [losses[S].mean for S in sizes],
-        label=label,
-        color=colour,
-        band=([losses[S].lowest for S in sizes], [losses[S].highest for S in sizes]),
-        marker="s" if scaled else "o",
-        width=1 if form == "published" else 2,
-    )
+    marker, width = "s" if scaled else "o", 1 if form == "published" else 2
+    plotting.average_curve(axes, losses, label=label, color=colour, marker=marker, width=width)
 
 
 def size(rows: list[Row]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import averages, means
+from fastweights.lab.engine.averages import averages, means, select
 from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -219,13 +219,9 @@ def _draw(
 
     label: in the legend; the norm when None.
     """
-    points = averages([r | {y: _clip(r[y])} for r in rows], (x,), y)
-    if points:
-        places = sorted(place for (place,) in points)
-        mean = [points[place,].mean for place in places]
-        band = [points[place,].lowest for place in places], [points[place,].highest for place in places]
-        label = norm if label is None else label
-        plotting.curve(axes, places, mean, label=label, color=COLOURS[norm], band=band, marker="", dashed=dashed)
+    points = select(averages([r | {y: _clip(r[y])} for r in rows], (x,), y))
+    label = norm if label is None else label
+    plotting.average_curve(axes, points, label=label, color=COLOURS[norm], marker="", dashed=dashed)
 
 
 def _draw_gain(axes: Any, rows: list[Row], norm: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import Average, averages, means
+from fastweights.lab.engine.averages import Average, averages, means, select
 from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -163,7 +163,7 @@ def plot(rows: list[Row], path: Path) -> None:
         for axes, value in ((left, "best"), (right, "best_2S")):
             losses = averages(rows, ("model", "S"), value)
             for model in (model for model in MODELS if any(model == name for name, _ in losses)):
-                points = {S: loss for (name, S), loss in losses.items() if name == model and math.isfinite(loss.mean)}
+                points = {S: loss for S, loss in select(losses, model).items() if math.isfinite(loss.mean)}
                 _draw(axes, model, points, with_published=axes is left)  # the paper's code scores at L = S
             axes.set_yscale("log")
             axes.axhline(0.5, color=plotting.GREY, linewidth=0.8)
@@ -181,12 +181,8 @@ def _draw(axes: Any, model: str, losses: dict[int, Average], with_published: boo
     theirs = {20 * i + 20: loss for i, loss in enumerate(PUBLISHED.get(model, ())) if loss is not None}
     if theirs and with_published:
         plotting.published_curve(axes, list(theirs), list(theirs.values()), color=colour)
-    if losses:
-        label = f"{model} as published, ours" if MODELS[model].form == "published" else model
-        sizes = sorted(losses)
-        band = [losses[S].lowest for S in sizes], [losses[S].highest for S in sizes]
-        mean = [losses[S].mean for S in sizes]
-        plotting.curve(axes, sizes, mean, label=label, color=colour, marker=marker, band=band)
+    label = f"{model} as published, ours" if MODELS[model].form == "published" else model
+    plotting.average_curve(axes, losses, label=label, color=colour, marker=marker)
 
 
 def _style(model: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import averages, means
+from fastweights.lab.engine.averages import averages, means, select
 from fastweights.lab.engine.claims import Claim, Verdict, all_hold, all_less
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -159,7 +159,7 @@ def plot(rows: list[Row], path: Path) -> None:
         panels = list(axes) if len(widths) > 1 else [axes]
         for ax, width in zip(panels, widths, strict=True):
             for i, name in enumerate(names):
-                points = {pairs: share for (w, m, pairs), share in shares.items() if (w, m) == (width, name)}
+                points = select(shares, width, name)
                 x = sorted(points)
                 color = plotting.INK if name == "softmax" else plotting.PALETTE[i]
                 plotting.curve(ax, x, [points[n].mean for n in x], label=name, color=color, dashed=name in SUM)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.averages import Average, averages, select
 from fastweights.lab.engine.claims import OURS, Claim, Verdict, all_hold
 from fastweights.lab.engine.experiment import Report
 from fastweights.lab.engine.results import Arm, Row
@@ -181,20 +181,10 @@ def plot(rows: list[Row], path: Path) -> None:
         panels = list(axes) if len(groups) > 1 else [axes]
         for ax, group in zip(panels, groups, strict=True):
             for name, row in models.items():
-                points = {tokens: share for (g, n, tokens), share in shares.items() if (g, n) == (group, name)}
-                x = sorted(points)
-                if not x:
-                    continue
                 is_delta = row["model"] == "delta"
-                plotting.curve(
-                    ax,
-                    x,
-                    [points[n].mean for n in x],
-                    label=name,
-                    color=COLOURS[row["writes"]] if is_delta else plotting.colour(name),
-                    dashed=not is_delta or row["beta_max"] == 1,
-                    band=([points[n].lowest for n in x], [points[n].highest for n in x]),
-                )
+                color = COLOURS[row["writes"]] if is_delta else plotting.colour(name)
+                dashed = not is_delta or row["beta_max"] == 1
+                plotting.average_curve(ax, select(shares, group, name), label=name, color=color, dashed=dashed)
             ax.axvline(trained, color=plotting.GREY, linewidth=1)
             ax.set_xscale("log", base=2)
             ax.set(title=group, xlabel="tokens in the word", ylim=(-0.02, 1.04))

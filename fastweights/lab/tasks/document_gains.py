@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastweights.lab.engine import plotting
-from fastweights.lab.engine.averages import Average, averages
+from fastweights.lab.engine.averages import Average, averages, select
 from fastweights.lab.engine.results import Row
 
 COLOURS = {1.0: plotting.PALETTE[1], 0.999: plotting.PALETTE[4], 0.99: plotting.PALETTE[2]}  # by decay
@@ -72,7 +72,7 @@ class Curve(NamedTuple):
     Attributes:
         label: in the legend.
         gains: of its mode.
-        style: arguments of `plotting.curve`.
+        style: arguments of `plotting.average_curve`.
         by_position_only: whether the curve is in the panels by position alone, since it differs from others only beyond
             the windows of training.
     """
@@ -103,7 +103,9 @@ def plot(rows: list[Row], path: Path) -> None:
                 edges = BINS[by]
                 for curve in _curves(rows):
                     if by == "position" or not curve.by_position_only:
-                        _draw(ax, curve, body, by, edges)
+                        gain = select(curve.gains, body, by)
+                        points = {edges.index(edge): gain[edge] for edge in gain}
+                        plotting.average_curve(ax, points, label=curve.label, **curve.style)
                 ax.set_xticks(range(len(edges)), [f"{a // 1000}k+" if a >= 1000 else f"{a}+" for a in edges])
                 ax.axhline(0, color=plotting.GREY, linewidth=0.8)
                 ax.set_ylim(bottom=max(LOWEST, ax.get_ylim()[0]))
@@ -114,14 +116,6 @@ def plot(rows: list[Row], path: Path) -> None:
             row_of_axes[0].set_ylabel("nats per token gained")
         handles = axes[0, 0].get_legend_handles_labels()
         axes[0, 0].figure.legend(*handles, loc="outside lower center", ncols=3)
-
-
-def _draw(axes: Any, curve: Curve, body: str, by: str, edges: tuple[int, ...]) -> None:
-    """Draw a curve in one panel: of one body, by one of AXES, whose bins have these lower edges."""
-    points = {edges.index(edge): gain for (b, kind, edge), gain in curve.gains.items() if (b, kind) == (body, by)}
-    x = sorted(points)
-    band = [points[i].lowest for i in x], [points[i].highest for i in x]
-    plotting.curve(axes, x, [points[i].mean for i in x], label=curve.label, band=band, **curve.style)
 
 
 def _curves(rows: list[Row]) -> list[Curve]:
