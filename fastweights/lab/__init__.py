@@ -5,7 +5,7 @@ docs/results/README.md. The lab has three floors. papers/ has one file per figur
 that are trained, engine/ what runs any experiment: processes, results on disk, claims, figures. Each floor imports
 itself and later ones only.
 
-An experiment is a module of papers/. Its docstring has a title and the sections Paper:, Claim:, Cost: and Differs: (what
+An experiment is a module of papers/. Its docstring has a title and the sections Paper, Claim, Cost and Differs (what
 is not as in the paper). It consists of, in this order,
 
     FULL, SMOKE                       settings of `arms`: those of the figure, and some that take seconds on one core
