@@ -18,7 +18,7 @@ from fastweights import cli
 from fastweights.core import FastWeightError
 from fastweights.inspect import page, page_data, run_reader
 from fastweights.inspect.reading import SEGMENT, check_text
-from fastweights.inspect.sources import NONE, Tracker
+from fastweights.inspect.sources import NONE, SourceTracker
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
@@ -69,9 +69,9 @@ def inspect(place, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def reading(place):
-    tracker = Tracker(4096, 10**9)
+    tracker = SourceTracker(4096, 10**9)
     return run_reader.read_run(
-        place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker
+        place / "one", place / "text.txt", every=16, limit=0, device="cpu", observer=tracker
     ), tracker
 
 
@@ -92,8 +92,8 @@ def test_losses_are_those_of_the_model(place, reading):
     assert np.allclose(static[:64], memory[:64], atol=1e-5), "the first window has no memory to miss"
     assert not np.allclose(static[64:], memory[64:], atol=1e-3)
     for back in found.rolled_back:
-        assert np.allclose(back.losses[:64], memory[back.at : back.at + 64], atol=1e-5)
-        assert len(back.losses) == len(row[0]) - 1 - back.at
+        assert np.allclose(back.losses[:64], memory[back.token : back.token + 64], atol=1e-5)
+        assert len(back.losses) == len(row[0]) - 1 - back.token
     assert len(found.rolled_back) > 3
 
 
@@ -102,16 +102,16 @@ def test_sources_are_those_of_the_whole_text(place, reading):
     model = run_folder.load(place / "one", device="cpu")
     with torch.no_grad(), fw.probe(model, keep=True) as p:
         model(torch.tensor([[256, *TEXT.encode()]])[:, :-1])
-    followed = reading[1].found()
+    followed = reading[1].result()
     assert list(followed) == [r.name for r in p.memories]
     for record in p.memories:
         whole, found = record.attribution(), followed[record.name]
         for sources, rows in ((found.reads, whole.rows()), (found.takes, whole.overwritten())):
             sizes = rows.weights[0].abs() * whole.sizes[0][None]
             share = (sizes / sizes.sum(-1, True).clamp(min=1e-30)).mean(1).numpy()
-            t, j = np.nonzero(sources.back != NONE)
+            t, j = np.nonzero(sources.distance != NONE)
             got = sources.share[t, j]
-            assert np.allclose(got, share[t, t - sources.back[t, j].astype(int)], atol=1e-4)
+            assert np.allclose(got, share[t, t - sources.distance[t, j].astype(int)], atol=1e-4)
             assert np.allclose(sources.share[:, 0], share.max(1), atol=1e-4)
         taken = whole.overwritten().weights[0].abs().mean(1).sum(0).numpy()
         assert np.allclose(found.taken, taken, atol=1e-3)
@@ -119,12 +119,13 @@ def test_sources_are_those_of_the_whole_text(place, reading):
 
 
 def test_what_lies_before_the_window_is_told_as_one(place, reading):
-    tracker = Tracker(128, 10**9)
-    run_reader.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", watch=tracker)
-    for name, found in reading[1].found().items():
-        near, back = tracker.found()[name].reads, found.reads.back
-        assert near.back[near.back != NONE].max() < 256
-        inside = np.where((back != NONE) & (back < np.arange(len(back))[:, None] % 256), found.reads.share, 0)
+    tracker = SourceTracker(128, 10**9)
+    run_reader.read_run(place / "one", place / "text.txt", every=16, limit=0, device="cpu", observer=tracker)
+    for name, found in reading[1].result().items():
+        near, distance = tracker.result()[name].reads, found.reads.distance
+        assert near.distance[near.distance != NONE].max() < 256
+        in_segment = distance < np.arange(len(distance))[:, None] % 256
+        inside = np.where((distance != NONE) & in_segment, found.reads.share, 0)
         assert (near.share.sum(1) + 1e-3 >= inside.sum(1) * near.share.sum(1).clip(0, 1)).all()
         assert (near.earlier[256:] > 0).any()
         assert not near.earlier[:256].any()
@@ -139,10 +140,10 @@ def test_every_character_belongs_to_a_token(reading):
 
 def test_the_budget_decides_how_many_sources(reading):
     for budget, sources in ((10**9, (5, 3, 2)), (20 * 2 * 2000, (4, 2, 2)), (11 * 2000, (2, 1, 1))):
-        tracker = Tracker(256, budget)
+        tracker = SourceTracker(256, budget)
         tracker.begin(2000)
         tracker._plan(2)
-        assert (*tracker.n, tracker.layers) == sources
+        assert (*tracker.counts, tracker.memories) == sources
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def browser():
 @pytest.fixture(scope="module")
 def small_page(place, reading):
     path = place / "small.html"
-    page.write(path, [page_data.model_block(reading[0], reading[1].found())], "What the memory did with text.txt")
+    page.write(path, [page_data.model_block(reading[0], reading[1].result())], "What the memory did with text.txt")
     return path
 
 
@@ -209,13 +210,13 @@ def test_a_browser_shows_the_page(browser, small_page, width):
 
 @pytest.mark.xdist_group("browser")
 def test_a_hundred_thousand_tokens_scroll(browser, place, monkeypatch):
-    monkeypatch.setattr(run_reader, "POINTS", 2)
+    monkeypatch.setattr(run_reader, "ROLLED_BACK", 2)
     run = make_run(place / "narrow", dim=8, heads=1, layers="gated-delta", head="linear", length=1024)
     long = place / "long.txt"
     long.write_text((TEXT * 100)[:100_000].encode()[:100_000].decode("utf-8", "ignore"))
-    tracker = Tracker(256, 3_600_000)
-    found = run_reader.read_run(run, long, every=16, limit=100_000, device="cpu", watch=tracker)
-    size = page.write(place / "long.html", [page_data.model_block(found, tracker.found())], "long")
+    tracker = SourceTracker(256, 3_600_000)
+    found = run_reader.read_run(run, long, every=16, limit=100_000, device="cpu", observer=tracker)
+    size = page.write(place / "long.html", [page_data.model_block(found, tracker.result())], "long")
     assert len(found.text.tokens) > 99_990
     assert size < 10_000_000
     with Visit(browser, place / "long.html") as visit:

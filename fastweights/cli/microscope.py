@@ -46,19 +46,19 @@ def inspect(
     if head is not None and not hf:
         raise FastWeightError(f"--head is {head} without --hf; expected both: a head belongs to a Hugging Face model")
     from fastweights.inspect import hf_reader, page, page_data, run_reader
-    from fastweights.inspect.sources import Tracker
+    from fastweights.inspect.sources import SourceTracker
 
     out = out or Path(file.name + ".html")
     models = [run, *([compare] if compare is not None else [])]
     blocks = []
     for model in models:
-        tracker = Tracker(window, BUDGET // len(models))
-        how: dict[str, Any] = dict(every=every, limit=limit, device=device, watch=tracker)
+        tracker = SourceTracker(window, BUDGET // len(models))
+        how: dict[str, Any] = dict(every=every, limit=limit, device=device, observer=tracker)
         if hf:
             reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
         else:
             reading = run_reader.read_run(model, file, **how)
-        blocks.append(page_data.model_block(reading, tracker.found()))
+        blocks.append(page_data.model_block(reading, tracker.result()))
         kept = len(reading.text.tokens)
         count = len(reading.probe.memories)
         say(f"{model}: {kept:,} tokens of {file}, {count} {'memory' if count == 1 else 'memories'}")

@@ -1,5 +1,6 @@
 """Reading a text with a model of Hugging Face: one of ours, a hybrid with our operation, or one with a head."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,37 @@ from torch import Tensor
 from fastweights.inspect.reading import (
     CARRIED,
     LEARNING,
-    LONG,
-    LONG_TEXT,
-    SEGMENT,
     WINDOWS,
     Mode,
     Reading,
-    Watch,
+    SegmentObserver,
     check_text,
-    cut,
-    joined,
+    first_tokens,
+    join_losses,
+    segment_length,
 )
 from fastweights.torch.dynamic import token_losses
-from fastweights.torch.probing.probes import probe
+from fastweights.torch.probing.probes import Probe, probe
+
+AfterSegment = Callable[[], None]  # called when a segment has been read
 
 
 def read_hf(
-    folder: Path, file: Path, *, head: Path | None, every: int, limit: int, window: int, device: str, watch: Watch
+    folder: Path,
+    file: Path,
+    *,
+    head: Path | None,
+    every: int,
+    limit: int,
+    window: int,
+    device: str,
+    observer: SegmentObserver,
 ) -> Reading:
-    """Read a file with a model of Hugging Face: one of ours, one whose layers `accelerate` knows, or with a head.
+    """Read a file with a model of Hugging Face, in one of three ways.
 
-    Three cases. One of our models carries its memory through the text, once with its Fast Weight Layer off and once on.
-    A hybrid of Hugging Face is given our operation by `accelerate`, which is what the probe can look into, and reads
-    windows. With a head of `fastweights hf adapt`, the model reads a sliding window, with the head off and on.
+    One of our models carries its memory through the text, once with its Fast Weight Layer off and once on. A hybrid of
+    Hugging Face is given our operation by `accelerate`, which is what the probe can look into, and reads windows. With
+    a head of `fastweights hf adapt`, the model reads a sliding window, with the head off and on.
 
     Args:
         folder: of the model, or a GGUF file.
@@ -42,71 +51,80 @@ def read_hf(
         limit: tokens of the file to read; 0 for all.
         window: tokens that the model sees at once.
         device: "cpu" or "cuda".
-        watch: called after each segment.
+        observer: follows the text as it is read under the probe.
     """
-    from fastweights.hf import accelerate
+    from fastweights.hf import accelerate, scoring
     from fastweights.hf.attach import load_attached, using
-    from fastweights.hf.loading import load_model, row_of
-    from fastweights.hf.loading import read_file as read_hf_file
+    from fastweights.hf.loading import load_model, read_file, row_of
     from fastweights.hf.model import FastWeightForCausalLM
-    from fastweights.hf.scoring import Reading as How
-    from fastweights.hf.scoring import score
 
     model, tokenizer = load_model(folder, device=device)
-    text = read_hf_file(tokenizer, file)
+    text = read_file(tokenizer, file)
     check_text(file, text.data)
     assert text.sizes is not None
-    text = cut(text, text.sizes, limit)
+    text = first_tokens(text, text.sizes, limit)
+    assert text.sizes is not None
     if head is not None:
         load_attached(model, head)
-    how, ours = How(window=window, stride=max(1, window // 4)), isinstance(model, FastWeightForCausalLM)
-    row = row_of(tokenizer, text).to(model.device)
-    watch.begin(row.shape[1] - 1)
+    ours = isinstance(model, FastWeightForCausalLM)
     if not ours and head is None:
         accelerate(model)
+    row = row_of(tokenizer, text).to(model.device)
+    observer.begin(row.shape[1] - 1)
+    sliding = scoring.Reading(window=window, stride=max(1, window // 4))
     modes = []
-    if head is not None:
-        with torch.no_grad(), using(model, head=False, cache=False):
-            static = score(model, tokenizer, [text], "static", how).losses[0]
-        modes.append(Mode("static", "window", f"Each token sees up to {window} tokens before it.", static))
-    if ours and model.fast is not None:
-        adapt, model.config.adapt = model.config.adapt, False
-        with torch.no_grad():
-            modes.append(Mode("memory", "memory on", CARRIED, _carried(model, row, None, None)))
-        model.config.adapt = adapt
-    with torch.no_grad(), probe(model, every=every, keep=True) as seen:
-        if ours:
-            kind = ("memory", "memory on", CARRIED) if model.fast is None else LEARNING
-            modes.append(Mode(*kind, _carried(model, row, watch, seen)))
+    # Without the head, or without learning
+    with torch.no_grad():
+        if head is not None:
+            with using(model, head=False, cache=False):
+                losses = scoring.score(model, tokenizer, [text], "static", sliding).losses[0]
+            modes.append(Mode("static", "window", f"Each token sees up to {window} tokens before it.", losses))
+        if ours and model.fast is not None:
+            adapt, model.config.adapt = model.config.adapt, False
+            losses = _read_carried(model, row, lambda: None)
+            model.config.adapt = adapt
+            modes.append(Mode("memory", "memory on", CARRIED, losses))
+    # As the model reads, under the probe
+    with torch.no_grad(), probe(model, every=every, keep=True) as probed:
+        after_segment = _observe(observer, probed)
+        if ours and model.fast is not None:
+            losses = _read_carried(model, row, after_segment)
+            modes.append(Mode("fast", "memory on, layer learns", LEARNING, losses))
+        elif ours:
+            modes.append(Mode("memory", "memory on", CARRIED, _read_carried(model, row, after_segment)))
         elif head is None:
-            modes.append(Mode("static", "memory on", WINDOWS.format(window), _windows(model, row, window, watch, seen)))
+            losses = _read_windows(model, row, window, after_segment)
+            modes.append(Mode("static", "memory on", WINDOWS.format(window), losses))
         else:
-            fast = score(model, tokenizer, [text], "fast", how).losses[0]
-            modes.append(Mode("fast", "the head learns", "The attached head learns from every token.", fast))
-    assert text.sizes is not None
-    return Reading(str(folder), text, text.sizes, modes, [], seen)
+            losses = scoring.score(model, tokenizer, [text], "fast", sliding).losses[0]
+            modes.append(Mode("fast", "the head learns", "The attached head learns from every token.", losses))
+    return Reading(str(folder), text, text.sizes, modes, [], probed)
 
 
-def _carried(model: Any, row: Tensor, watch: Watch | None, seen: Any) -> np.ndarray:
-    """Losses of a text that one of our models reads segment by segment."""
+def _observe(observer: SegmentObserver, probed: Probe) -> AfterSegment:
+    """A call of the observer with the probe."""
+    return lambda: observer(probed)
+
+
+def _read_carried(model: Any, row: Tensor, after_segment: AfterSegment) -> np.ndarray:
+    """Losses (T,) in nats of a text (1, T + 1) that one of our models reads segment by segment, its memory carried."""
     from fastweights.hf.cache import FastWeightCache
 
     T, cache, losses = row.shape[1] - 1, FastWeightCache(), []
-    size = LONG if T > LONG_TEXT else SEGMENT
-    for at in range(0, T, size):
-        part = row[:, at : at + size + 1]
+    length = segment_length(T)
+    for start in range(0, T, length):
+        part = row[:, start : start + length + 1]
         logits = model(part[:, :-1], past_key_values=cache, use_cache=True).logits
         losses.append(token_losses(logits, part[:, 1:]))
-        if watch is not None:
-            watch(seen)
-    return joined(losses)
+        after_segment()
+    return join_losses(losses)
 
 
-def _windows(model: Any, row: Tensor, window: int, watch: Watch, seen: Any) -> np.ndarray:
-    """Losses (T,) of a text in windows of `window` tokens, each read from an empty memory, in nats."""
+def _read_windows(model: Any, row: Tensor, window: int, after_segment: AfterSegment) -> np.ndarray:
+    """Losses (T,) in nats of a text (1, T + 1) in windows, each read with an empty memory."""
     losses = []
-    for at in range(0, row.shape[1] - 1, window):
-        part = row[:, at : at + window + 1]
+    for start in range(0, row.shape[1] - 1, window):
+        part = row[:, start : start + window + 1]
         losses.append(token_losses(model(part[:, :-1], use_cache=False).logits, part[:, 1:]))
-        watch(seen)
-    return joined(losses)
+        after_segment()
+    return join_losses(losses)

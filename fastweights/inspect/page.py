@@ -1,7 +1,8 @@
-"""One self-contained HTML page of what models did with a text: no file beside it, and nothing is fetched.
+"""One self-contained HTML page of what models did with a text: it needs no other file, and fetches nothing.
 
-Numbers of every token are small integers in one compressed block per model (the browser inflates it), the charts are
-Plotly's, and its script is part of the page. The text is data as well: nothing in it can become markup.
+The numbers of every token are small integers in one compressed block per model (page_data.py), which the browser
+inflates. The charts are Plotly's, whose script is part of the page. The text is data as well: nothing in it can become
+markup.
 """
 
 import base64
@@ -17,7 +18,7 @@ def page(blocks: list[bytes], title: str) -> str:
     """The page of one model, or of several side by side.
 
     Args:
-        blocks: one per model, as `model_block` makes them.
+        blocks: one of each model, as `model_block` makes them.
         title: heading of the page and of the browser's tab.
 
     Returns:
@@ -25,24 +26,32 @@ def page(blocks: list[bytes], title: str) -> str:
     """
     from plotly.offline import get_plotlyjs
 
-    here = files("fastweights.inspect")
-    style, script, frame = ((here / name).read_text() for name in ("page.css", "page.js", "page.html"))
-    encoded = lambda data: base64.b64encode(data).decode()  # noqa: E731
-    data = [f'<script type="application/octet-stream" class="model">{encoded(b)}</script>' for b in blocks]
-    plotly = encoded(gzip.compress(get_plotlyjs().encode(), 9, mtime=0))
-    parts = dict(TITLE=html.escape(title), STYLE=style, SCRIPT=script, DATA="\n".join(data), PLOTLY=plotly)
+    folder = files("fastweights.inspect")
+    content = (folder / "page.html").read_text()
+    models = [f'<script type="application/octet-stream" class="model">{_base64(block)}</script>' for block in blocks]
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": (folder / "page.css").read_text(),
+        "SCRIPT": (folder / "page.js").read_text(),
+        "DATA": "\n".join(models),
+        "PLOTLY": _base64(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)),
+    }
     for name, part in parts.items():
-        frame = frame.replace(f"<!--{name}-->", part)
-    return frame
+        content = content.replace(f"<!--{name}-->", part)
+    return content
+
+
+def _base64(data: bytes) -> str:
+    """Bytes as text that may stand in a script element."""
+    return base64.b64encode(data).decode()
 
 
 def write(path: Path, blocks: list[bytes], title: str) -> int:
-    """Write the page; its size in bytes.
+    """Write the page to an HTML file; returns its size in bytes.
 
     Args:
-        path: HTML file to write.
-        blocks: what was read of each model, compressed.
-        title: of the page.
+        path: of the file.
+        blocks, title: as for `page`.
     """
     content = page(blocks, title)
     write_text(path, content)

@@ -1,13 +1,14 @@
-"""The charts of the page, Plotly's figures as JSON, and the sentence that says how to read each."""
+"""The charts of the page: Plotly's figures as JSON, each with a sentence that says how to read it."""
 
 import json
 from typing import Any
 
 from fastweights.torch.probing import figures, series
+from fastweights.torch.probing.probes import Probe
 from fastweights.torch.probing.series import CURVES, LAYERS, MAPS
 
-POINTS = 400  # of a curve, and columns of a map
-READ_MAPS = {
+POINTS = 400  # of a curve, and columns of a map: longer texts are thinned, so that the page stays small
+ABOUT_MAPS = {
     "beta": "How strongly each token writes: 0 leaves the memory as it is, 1 replaces what the key retrieves.",
     "decay": "The share of the memory that each token keeps; below 1 everything stored fades.",
     "retrieved": "How much the key of each token finds in the memory before it writes.",
@@ -15,7 +16,7 @@ READ_MAPS = {
     "cosine": "1 where a key retrieves the direction it is about to write, 0 where it retrieves something else.",
     "written": "How much each token changes the memory: the norm of its write.",
 }
-READ_CURVES = {
+ABOUT_CURVES = {
     "norms": "How much the memory holds. A curve that levels off has found a balance of writing and forgetting.",
     "ranks": "How many independent directions the memory uses; one association uses one.",
     "capacity": "The same as a share of all directions there are. Near 1 a new association must disturb old ones.",
@@ -26,25 +27,28 @@ READ_CURVES = {
 }
 
 
-def charts(probe):
-    """Plotly's figures as JSON, and the sentence beside each.
+def charts(probe: Probe) -> dict[str, list[dict[str, Any]]]:
+    """The charts of what a probe measured, as the page takes them.
 
-    Maps (a row per head, a column per token) where there are memories; curves of memories and of Fast Weight Layers
-    where the model has them. All are thinned to POINTS columns, so the page stays small for a long text.
+    Returns:
+        "maps", a row for each head and a column for each token, where the model has memories; "curves" of its memories
+        and of its Fast Weight Layer, where it has them.
     """
-    made: dict[str, list[dict[str, Any]]] = dict(maps=[], curves=[])
+    maps, curves = [], []
     if probe.memories:
         for kind, title in MAPS.items():
             figure = figures.plotly_map(series.map_of(probe, kind, POINTS), title)
-            made["maps"].append(_figure(kind, title, READ_MAPS[kind], figure))
-    for kind in [*(CURVES if probe.memories else ()), *(LAYERS if probe.layers else ())]:
-        title = CURVES[kind][1] if kind in CURVES else LAYERS[kind]
+            maps.append(_chart(kind, title, ABOUT_MAPS[kind], figure))
+    titles = {kind: title for kind, (_, title) in CURVES.items()} if probe.memories else {}
+    if probe.layers:
+        titles |= LAYERS
+    for kind, title in titles.items():
         figure = figures.plotly_curves(series.curves(probe, kind, POINTS), title)
-        made["curves"].append(_figure(kind, title, READ_CURVES[kind], figure))
-    return made
+        curves.append(_chart(kind, title, ABOUT_CURVES[kind], figure))
+    return dict(maps=maps, curves=curves)
 
 
-def _figure(kind, title, about, figure):
-    """One chart for the page: without a background of its own, so that it fits a light and a dark page."""
+def _chart(kind: str, title: str, about: str, figure: Any) -> dict[str, Any]:
+    """One chart: a figure without a background of its own, so that it suits a light page and a dark one."""
     figure.update_layout(template="none", paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", autosize=True)
     return dict(kind=kind, title=title, about=about, figure=json.loads(figure.to_json()))

@@ -1,9 +1,8 @@
-"""Reading a text with a run of `fastweights train`: with memory, without, and from memories that it goes back to."""
+"""Reading a text with a run of `fastweights train`: with memory, without, and from memories of earlier tokens."""
 
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,33 +12,33 @@ from fastweights.core import FastWeightError
 from fastweights.inspect.reading import (
     CARRIED,
     LEARNING,
-    LONG,
-    LONG_TEXT,
-    SEGMENT,
     WINDOWS,
     Mode,
     Reading,
     RolledBack,
-    Watch,
+    SegmentObserver,
     check_text,
-    cut,
-    joined,
+    first_tokens,
+    join_losses,
+    segment_length,
 )
 from fastweights.models import evaluation, run_folder
+from fastweights.models.language_model import LanguageModel
 from fastweights.models.run_documents import read_file
 from fastweights.torch.nn import FastWeightAttention
 from fastweights.torch.probing.probes import probe
 from fastweights.torch.tree import map_tensors
 
-POINTS = 8  # memories of the text that can be rolled back to
+ROLLED_BACK = 8  # tokens whose memory can be rolled back to
+WINDOWS_AT_ONCE = 8  # windows that are read as rows of one batch
 
 
-def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watch: Watch) -> Reading:
+def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, observer: SegmentObserver) -> Reading:
     """Read a file with a run of `fastweights train`.
 
     The text is read once under the probe with the memory carried, which gives the losses with memory and, where the
-    model has a Fast Weight Layer, those with the layer learning; then without a memory; then again from each memory
-    that can be rolled back to.
+    model has a Fast Weight Layer, those with the layer learning; then without a memory; then again from the memory of
+    each token that can be rolled back to.
 
     Args:
         run: folder of the run.
@@ -47,10 +46,7 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
         every: tokens between two measurements of a memory.
         limit: tokens of the file to read; 0 for all.
         device: "cpu" or "cuda".
-        watch: called after each segment, while the probe still holds that segment's keys and values.
-
-    Returns:
-        Losses by mode, and the probe.
+        observer: follows the text as it is read under the probe.
 
     Raises:
         FastWeightError: the model has no fast-weight memory, or the file is not text.
@@ -63,72 +59,73 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
         )
     text = read_file(model, file)
     check_text(file, text.data)
-    text = cut(text, model.tokenizer.lengths()[text.tokens], limit)
+    text = first_tokens(text, model.tokenizer.lengths()[text.tokens], limit)
+    widths = model.tokenizer.lengths()[text.tokens]
     row = evaluation.row_of(model, text)
     T = row.shape[1] - 1
-    size = LONG if T > LONG_TEXT else SEGMENT
-    watch.begin(T)
-    state, slow, fast = model.init_state(1), [], []
-    # The memory at the start of each segment is kept: some of them are what the page can roll back to.
-    states: dict[int, Any] = {}
-    with torch.no_grad(), probe(model, every=every, keep=True) as seen:
-        for at in range(0, T, size):
-            states[at] = state.blocks
-            part = row[:, at : at + size + 1]
+    length = segment_length(T)
+    observer.begin(T)
+    state = model.init_state(1)
+    carried, learning = [], []  # losses of both modes
+    memories: dict[int, list] = {}  # states of the blocks by the token that they were taken at
+    with torch.no_grad(), probe(model, every=every, keep=True) as probed:
+        for start in range(0, T, length):
+            memories[start] = state.blocks
+            part = row[:, start : start + length + 1]
             scores = model.score(part[:, :-1], part[:, 1:], state)
             state = scores.state
-            slow.append(scores.loss if scores.slow is None else scores.slow)
-            fast.append(scores.loss)
-            watch(seen)
-    # The same text once more, in windows that each start with an empty memory: what there is to gain.
+            carried.append(scores.loss if scores.slow is None else scores.slow)
+            learning.append(scores.loss)
+            observer(probed)
     static = evaluation.score(model, [text], "static").losses[0]
     modes = [
         Mode("static", "memory off", WINDOWS.format(model.config.length), static),
-        Mode("memory", "memory on", CARRIED, joined(slow)),
+        Mode("memory", "memory on", CARRIED, join_losses(carried)),
     ]
     if model.fast is not None:
-        modes.append(Mode(*LEARNING, joined(fast)))
-    points = _points(states, T)
-    back = [RolledBack(at, _from_memory(model, row[:, at:], states[at])) for at in points]
-    return Reading(str(run), text, model.tokenizer.lengths()[text.tokens], modes, back, seen)
-
-
-def _repeated(rows: int, x: Tensor) -> Tensor:
-    """A tensor (1, ...) as (rows, ...), each row with memory of its own: a state for several windows at once."""
-    return x.expand(rows, *x.shape[1:]).contiguous()
+        modes.append(Mode("fast", "memory on, layer learns", LEARNING, join_losses(learning)))
+    rolled_back = [
+        RolledBack(token, _losses_from_memory(model, row[:, token:], memories[token]))
+        for token in _spread_tokens(list(memories), T)
+    ]
+    return Reading(str(run), text, widths, modes, rolled_back, probed)
 
 
 @torch.no_grad()
-def _from_memory(model: Any, row: Tensor, blocks: Any) -> np.ndarray:
-    """Losses of a text (1, n + 1) in windows that all start from the same memory.
+def _losses_from_memory(model: LanguageModel, row: Tensor, blocks: list) -> np.ndarray:
+    """Losses (n,) in nats of a text that is read in windows which all start from the same memory.
 
-    Windows are as long as those of training, and up to 8 are read as rows of one batch; the last, shorter one is read
+    Windows are as long as those of training. Up to WINDOWS_AT_ONCE are rows of one batch; the last, shorter one is read
     alone.
 
     Args:
-        model: the language model.
+        model: the language model, whose Fast Weight Layer does not learn.
         row: tokens (1, n + 1), the first of which is only read.
-        blocks: state of the blocks at the first token, of one row; the Fast Weight Layer starts as trained.
-
-    Returns:
-        (n,) in nats.
+        blocks: state of the blocks at the first token, of one row.
     """
     length, T, losses = model.config.length, row.shape[1] - 1, []
-    for at in range(0, T, 8 * length):
-        part = row[0, at : at + 8 * length + 1]
+    for start in range(0, T, WINDOWS_AT_ONCE * length):
+        part = row[0, start : start + WINDOWS_AT_ONCE * length + 1]
         n = len(part) - 1
-        whole = n // length * length
-        for a, b, rows in ((0, whole, n // length), (whole, n, 1)):
-            if b > a:
-                state = model.init_state(rows)
-                some = map_tensors(partial(_repeated, rows), blocks)
-                tokens, labels = part[a:b].view(rows, -1), part[a + 1 : b + 1].view(rows, -1)
-                losses.append(model.score(tokens, labels, state._replace(blocks=some), learn=False).loss.flatten())
+        windows = n // length
+        rest = n - windows * length
+        for first, rows, width in ((0, windows, length), (windows * length, 1, rest)):
+            size = rows * width
+            if size:
+                state = model.init_state(rows)._replace(blocks=map_tensors(partial(_repeat, rows), blocks))
+                tokens = part[first : first + size].view(rows, width)
+                labels = part[first + 1 : first + size + 1].view(rows, width)
+                losses.append(model.score(tokens, labels, state, learn=False).loss.flatten())
     return torch.cat(losses).double().cpu().numpy()
 
 
-def _points(states: dict[int, Any], T: int) -> list[int]:
-    """Up to POINTS positions at which the memory is known, spread over the text."""
-    known = [at for at in states if 0 < at < T]
-    step = max(1, math.ceil(len(known) / POINTS))
-    return known[step - 1 :: step]
+def _repeat(rows: int, x: Tensor) -> Tensor:
+    """A tensor (1, ...) of a state as (rows, ...), in memory of its own: the state of several windows."""
+    return x.expand(rows, *x.shape[1:]).contiguous()
+
+
+def _spread_tokens(tokens: list[int], T: int) -> list[int]:
+    """Up to ROLLED_BACK of these tokens, spread over a text of T tokens; not the first, which has no memory."""
+    inside = [token for token in tokens if 0 < token < T]
+    step = max(1, math.ceil(len(inside) / ROLLED_BACK))
+    return inside[step - 1 :: step]

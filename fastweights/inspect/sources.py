@@ -1,9 +1,13 @@
-"""For every token of a long text: where its reads came from and what its write took out, within a window.
+"""For every token of a long text: which tokens its read came from, and which its write took out of the memory.
 
-Sources older than the window are told as one, "earlier": exact too, since the memory at the window's start is known.
-Shapes: T tokens, L memories, n sources kept, H heads.
+Sources are looked for within a window. What is older is told as one, "earlier": exact too, since the memory at the
+window's start is known.
+
+Shapes: T tokens of the text, t tokens that are asked about, H heads, S writes in the window (one or several per token),
+n sources that are kept, V value width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,128 +18,146 @@ from fastweights.torch.probing.attributions import Attribution
 from fastweights.torch.probing.memory_records import MemoryRecord
 from fastweights.torch.probing.probes import Probe
 
-NONE = 65535  # in the place of a distance: no source
-ROWS = 512  # tokens asked about at a time
-CHOICES = ((5, 3), (4, 2), (3, 1), (2, 1))  # sources of a token's read and of its write
+NONE = 65535  # in the place of a distance, which has two bytes on the page: no source
+TOKENS_AT_ONCE = 512  # that are asked about
+COUNTS = ((5, 3), (4, 2), (3, 1), (2, 1))  # numbers of sources kept of a token's read and of its write, most first
 
 
 class Sources(NamedTuple):
-    """Of one memory, its heads together.
+    """The sources of one memory's reads, or of its writes, its heads together.
 
-    back (T, n): how many tokens before; NONE where there are fewer.  share (T, n): of the read, from 0 to 1.
-    earlier (T,): the share of what the memory held before the window.
-
-    As arrays of the page: two bytes for a distance, which is why NONE is 65,535 and no window may be longer.
+    Attributes:
+        distance: (T, n), how many tokens before the token its source is; NONE where there are fewer sources.
+        share: (T, n), how much of the read, or of what the write took out, comes from the source, from 0 to 1.
+        earlier: (T,), the share of what the memory held before the window.
     """
 
-    back: np.ndarray
+    distance: np.ndarray
     share: np.ndarray
     earlier: np.ndarray
 
 
-class Found(NamedTuple):
-    """Where reads came from, what writes took out, and how much of each token's value was taken out in all, (T,)."""
+class MemorySources(NamedTuple):
+    """What is known of one memory.
+
+    Attributes:
+        reads: where the tokens' reads came from.
+        takes: which tokens' values their writes took out.
+        taken: (T,), how much of each token's own value later writes took out.
+    """
 
     reads: Sources
     takes: Sources
     taken: np.ndarray
 
 
-class Tracker:
+class SourceTracker:
     """Follows a text segment by segment: call it after each, with the probe that kept the segment.
 
-    window: tokens that are looked back; a call's own tokens and those of the calls before it that fit.
-    budget: bytes that the page has for sources; long texts and deep models keep fewer, at last of fewer memories.
+    Args:
+        window: tokens that are looked back, the segment's own included; whole segments only.
+        budget: bytes that the page has for sources. Long texts and deep models keep fewer sources, and at last those of
+            fewer memories.
     """
 
     def __init__(self, window: int, budget: int):
         self.window, self.budget, self.tokens = window, budget, 0
-        self.n, self.layers = CHOICES[0], 0
-        self.parts: dict[str, list[tuple[Sources, Sources]]] = {}
-        self.taken: dict[str, list[np.ndarray]] = {}
+        self.counts, self.memories = (
+            COUNTS[0],
+            0,
+        )  # sources of a read and of a write; number of memories, 0: not planned
+        self.segments: dict[str, list[MemorySources]] = {}  # by the name of the memory
 
     def begin(self, tokens: int) -> None:
-        """Take note of how long the text is: it decides how many sources of each token fit on the page."""
+        """Take note of the length of the text, which decides how many sources of each token fit on the page."""
         self.tokens = tokens
 
-    def _plan(self, layers: int) -> None:
-        """How many sources of each read and write, of how many memories.
+    def _plan(self, memories: int) -> None:
+        """Decide how many sources are kept, and of how many of the model's memories.
 
-        Three bytes per source (a distance and a share), two for the shares of "earlier". When space is short, fewer
-        sources are kept, down to two per read and one per write; only then are memories left out.
+        When space is short, fewer sources are kept, down to two of each read and one of each write; only then are
+        memories left out.
         """
-        size = lambda n: 3 * sum(n) + 2  # noqa: E731 - bytes of a token and memory
-        room = self.budget / max(1, self.tokens)
-        self.n = next((n for n in CHOICES if size(n) * layers <= room), CHOICES[-1])
-        self.layers = max(1, min(layers, int(room / size(self.n))))
+        bytes_per_token = self.budget / max(1, self.tokens)
+        self.counts = next((counts for counts in COUNTS if _size(counts) * memories <= bytes_per_token), COUNTS[-1])
+        self.memories = max(1, min(memories, int(bytes_per_token / _size(self.counts))))
 
     def __call__(self, probe: Probe) -> None:
-        """Follow the newest segment of every chosen memory, then forget the segments that have left the window."""
-        if not self.layers:
+        """Follow the newest segment of every chosen memory, then drop the segments that have left the window."""
+        if not self.memories:
             self._plan(len(probe.memories))
-        chosen = {r.name for r in spread(probe.memories, self.layers)}
+        chosen = {record.name for record in spread(probe.memories, self.memories)}
         for record in probe.memories:
             if record.name in chosen and record.rule in ("sum", "delta"):
                 self._follow(record)
-            lengths = np.cumsum([x.q.shape[1] for x, _ in record.kept[::-1]])
-            record.kept = record.kept[len(lengths) - int((lengths <= self.window).sum()) :]
+            lengths = [inputs.q.shape[1] for inputs, _ in reversed(record.kept)]
+            inside = int((np.cumsum(lengths) <= self.window).sum())  # segments that stay in the window
+            record.kept = record.kept[len(record.kept) - inside :]
 
     def _follow(self, record: MemoryRecord) -> None:
         """Find the sources of the reads and writes of one memory in its newest segment.
 
         The segment's queries are asked against all writes that the window still holds. Each row of the attribution says
         how much of every write is in what the token read (`rows`) or took out (`overwritten`); what does not come from
-        the window comes from the memory at its start. A later write may take out values of older segments too: those
-        shares are added to the tokens that lost them.
+        the window comes from the memory at its start. A write may take out values of older segments too: those are
+        added to what was taken from their tokens.
 
         Args:
             record: of the probe, with the inputs of its last segments.
         """
         inputs = record.kept[-1][0]
-        new = inputs.q.shape[1]
+        segment = inputs.q.shape[1]
         if inputs.state is None:  # a text, or a window, begins here
             record.kept = record.kept[-1:]
-        found = record.attribution()
-        total, n = found.tokens, found.writes
-        taken = self.taken.setdefault(record.name, [])
-        sums = torch.zeros(total)
-        parts: list[tuple[Sources, Sources]] = []
-        for some in torch.arange(total - new, total).split(ROWS):
-            reads = found.rows(some)
-            takes = found.overwritten(some)
-            removed = takes.weights[0].unflatten(0, (len(some), n)).sum(1)  # one row per token
-            start = takes.start[0].unflatten(0, (len(some), n)).sum(1)
-            sums += _by_token(removed.abs().mean(1), n).sum(0).cpu()
-            parts.append(
-                (
-                    _largest(reads.weights[0], reads.start[0], found, some, self.n[0]),
-                    _largest(removed, start, found, some, self.n[1]),
-                )
-            )
-        # What was taken from tokens of earlier segments belongs to their own arrays, newest first.
-        old = sums[: total - new].numpy()
-        for i in range(len(taken) - 1, -1, -1):  # segments that are still in the window
-            if not len(old):
+        attribution = record.attribution()
+        tokens, writes = attribution.tokens, attribution.writes
+        earlier_segments = self.segments.setdefault(record.name, [])
+        taken = torch.zeros(tokens)
+        reads: list[Sources] = []
+        takes: list[Sources] = []
+        for asked in torch.arange(tokens - segment, tokens).split(TOKENS_AT_ONCE):
+            read, removed = attribution.rows(asked), attribution.overwritten(asked)
+            # With several writes per token `overwritten` has a row for each; what they take out is added up.
+            weights = removed.weights[0].unflatten(0, (len(asked), writes)).sum(1)
+            start = removed.start[0].unflatten(0, (len(asked), writes)).sum(1)
+            taken += _by_token(weights.abs().mean(1), writes).sum(0).cpu()
+            reads.append(_largest(read.weights[0], read.start[0], attribution, asked, self.counts[0]))
+            takes.append(_largest(weights, start, attribution, asked, self.counts[1]))
+        # Of the tokens of the window, those of this segment are last; those before belong to the segments before.
+        older = taken[: tokens - segment].numpy()
+        for before in reversed(earlier_segments):
+            if not len(older):
                 break
-            taken[i] += old[-len(taken[i]) :]
-            old = old[: -len(taken[i])]
-        taken.append(sums[total - new :].numpy())
-        self.parts.setdefault(record.name, []).extend(parts)
+            before.taken[:] += older[-len(before.taken) :]
+            older = older[: -len(before.taken)]
+        earlier_segments.append(MemorySources(_join(reads), _join(takes), taken[tokens - segment :].numpy()))
 
-    def found(self) -> dict[str, Found]:
-        """By the name of each memory that was followed."""
-        join = lambda parts: Sources(*(np.concatenate(x) for x in zip(*parts, strict=True)))  # noqa: E731
+    def result(self) -> dict[str, MemorySources]:
+        """The sources of the whole text, by the name of each memory that was followed."""
         return {
-            name: Found(join([r for r, _ in parts]), join([t for _, t in parts]), np.concatenate(self.taken[name]))
-            for name, parts in self.parts.items()
+            name: MemorySources(
+                _join([segment.reads for segment in segments]),
+                _join([segment.takes for segment in segments]),
+                np.concatenate([segment.taken for segment in segments]),
+            )
+            for name, segments in self.segments.items()
         }
 
 
+def _size(counts: tuple[int, int]) -> int:
+    """Bytes on the page for one token and memory: three for each source, and one for each share of "earlier"."""
+    return 3 * sum(counts) + 2
+
+
+def _join(parts: Sequence[Sources]) -> Sources:
+    """The sources of several parts of a text, one after the other."""
+    return Sources(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
 def spread(records: list[Any], count: int) -> list[Any]:
-    """At most `count` of them, spread over all.
+    """At most `count` of the records, spread over all; of two or more the first and the last are among them.
 
-    The first and the last are always among them.
-
+    Examples:
         >>> spread(list(range(10)), 4)
         [0, 3, 6, 9]
     """
@@ -145,32 +167,33 @@ def spread(records: list[Any], count: int) -> list[Any]:
 
 
 def _by_token(x: Tensor, writes: int) -> Tensor:
-    """(..., S) of writes -> (..., T) of tokens."""
+    """Numbers (..., S) of writes added up to those of tokens (..., S / writes)."""
     return x if writes == 1 else x.unflatten(-1, (-1, writes)).sum(-1)
 
 
-def _largest(weights: Tensor, start: Tensor, found: Attribution, some: Tensor, n: int) -> Sources:
-    """The n largest of the rows weights (t, H, S), by the mean share over heads; start (t, H, V): what was before.
+def _largest(weights: Tensor, start: Tensor, attribution: Attribution, asked: Tensor, n: int) -> Sources:
+    """The n largest sources of what some tokens read, or took out, by the mean of their shares over heads.
 
-    A source counts by the length of what it adds to the read, |weight| times the length of the written value, as a
-    share of all sources of that head; then heads are averaged. So a head that reads little does not drown in one that
-    reads much.
+    A source counts by the length of what it adds, |weight| times the length of the written value, as a share of all
+    sources of that head; then heads are averaged. So a head that reads little is not lost beside one that reads much.
 
     Args:
-        weights: (t, H, S), how often each write is contained in what was read.
-        start: (t, H, V), the part that the memory held before the window.
-        found: the attribution, for the lengths of values.
-        some: (t,), the tokens that are asked about.
-        n: sources to keep.
+        weights: (t, H, S), how much of each write is contained in what was read.
+        start: (t, H, V), the part of it that the memory held before the window.
+        attribution: that the weights are of, for the lengths of values.
+        asked: (t,), the tokens.
+        n: number of sources to keep.
     """
-    sizes = _by_token(weights.abs() * found.sizes[0][None], found.writes)  # (t, H, T)
+    sizes = _by_token(weights.abs() * attribution.sizes[0][None], attribution.writes)  # (t, H, tokens of the window)
     before = start.norm(dim=-1)
     total = sizes.sum(-1) + before
     share = torch.einsum("ths,th->ts", sizes, 1.0 / total.clamp(min=1e-30)) / total.shape[1]
-    top, at = share.topk(min(n, share.shape[-1]), -1)
-    back = some[:, None].to(at.device) - at
-    back = torch.where((top > 0) & (back >= 0) & (back < NONE), back, NONE)
-    pad = n - top.shape[-1]
-    arrays = [np.pad(x.cpu().numpy(), ((0, 0), (0, pad)), constant_values=v) for x, v in ((back, NONE), (top, 0.0))]
-    earlier = (before / total.clamp(min=1e-30)).mean(1)
-    return Sources(arrays[0].astype(np.uint16), arrays[1].astype(np.float32), earlier.cpu().numpy())
+    largest, source = share.topk(min(n, share.shape[-1]), -1)
+    distance = asked[:, None].to(source.device) - source
+    distance = torch.where((largest > 0) & (distance >= 0) & (distance < NONE), distance, NONE)
+    missing = ((0, 0), (0, n - largest.shape[-1]))  # columns to add where the window has fewer tokens than n
+    return Sources(
+        np.pad(distance.cpu().numpy(), missing, constant_values=NONE).astype(np.uint16),
+        np.pad(largest.cpu().numpy(), missing, constant_values=0.0).astype(np.float32),
+        (before / total.clamp(min=1e-30)).mean(1).cpu().numpy(),
+    )
