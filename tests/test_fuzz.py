@@ -76,13 +76,13 @@ def test_text_on_a_page_is_not_markup():
     pytest.importorskip("plotly")
     from importlib.resources import files
 
-    from fastweights.inspect.page import page
+    from fastweights.inspect.page import SCRIPTS, page
 
     hostile = "</title></script><script>alert(1)</script>"
     made = page([hostile.encode()], hostile)
     assert hostile not in made
     assert "&lt;script&gt;alert(1)" in made
-    script = (files("fastweights.inspect") / "page.js").read_text()
+    script = "".join((files("fastweights.inspect") / name).read_text() for name in SCRIPTS)
     assert not [word for word in ("innerHTML", "insertAdjacentHTML", "document.write", "eval(") if word in script]
 
 

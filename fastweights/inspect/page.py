@@ -13,6 +13,8 @@ from pathlib import Path
 
 from fastweights.files import write_text
 
+SCRIPTS = ("page_data.js", "page_charts.js", "page.js")  # one after the other
+
 
 def page(blocks: list[bytes], title: str) -> str:
     """The page of one model, or of several side by side.
@@ -32,7 +34,7 @@ def page(blocks: list[bytes], title: str) -> str:
     parts = {
         "TITLE": html.escape(title),
         "STYLE": (folder / "page.css").read_text(),
-        "SCRIPT": (folder / "page.js").read_text(),
+        "SCRIPT": "\n".join((folder / name).read_text() for name in SCRIPTS),
         "DATA": "\n".join(models),
         "PLOTLY": _base64(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)),
     }

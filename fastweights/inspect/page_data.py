@@ -1,6 +1,6 @@
 """The data of one model on the page: numbers of every token as small integers, and charts, in one compressed block.
 
-Layout of the inflated block, which the browser's script (page.js) takes apart:
+Layout of the inflated block, which page_data.js takes apart in the browser:
 
     4 bytes     length of the header, little-endian
     header      JSON: all but the arrays, and for each array its type, its shape, and where it starts after the header

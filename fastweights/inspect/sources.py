@@ -62,10 +62,8 @@ class SourceTracker:
 
     def __init__(self, window: int, budget: int):
         self.window, self.budget, self.tokens = window, budget, 0
-        self.counts, self.memories = (
-            COUNTS[0],
-            0,
-        )  # sources of a read and of a write; number of memories, 0: not planned
+        self.counts = COUNTS[0]  # numbers of sources kept of a read and of a write
+        self.memories = 0  # number of memories that are followed; 0 until that is planned
         self.segments: dict[str, list[MemorySources]] = {}  # by the name of the memory
 
     def begin(self, tokens: int) -> None:
