@@ -39,7 +39,7 @@ def test_each_document_as_if_alone(side_by_side, mixer, rule, rate):
     rates, clips = [rate, 2 * rate, rate], [1.0, INF, 0.5]
     statistics = None if rule == "sgd" else GradientStatistics.collect(model, [rows[1][None]], call=call)
     divide = statistics and {f"model.{n}": x.sqrt() + 1e-3 for n, x in statistics.items()}
-    module = side_by_side.Whole(model)
+    module = side_by_side.WholeModel(model)
     got = side_by_side.score(
         module, [n for n, _ in module.named_parameters()], [r[:-1] for r in rows], [r[1:] for r in rows],
         torch.tensor(rates, dtype=torch.float64), torch.tensor(clips, dtype=torch.float64), divide=divide, segment=16,
@@ -62,7 +62,7 @@ def test_a_layer_with_its_own_steps_learns_as_the_refreshed_layer(side_by_side):
     steps = {f"model.fast.{n}": torch.full((2,), size, dtype=torch.float64)
              for n, size in model.fast.step_sizes().items()}  # fmt: skip
     nothing = torch.zeros(2, dtype=torch.float64)
-    got = side_by_side.score(side_by_side.Alone(model), [*trained, "model.embedding.weight"], list(x), list(labels),
+    got = side_by_side.score(side_by_side.LastLayer(model), [*trained, "model.embedding.weight"], list(x), list(labels),
                              nothing, nothing + 1, steps=steps, start=trained, segment=16)  # fmt: skip
     model.load_state_dict(model.state_dict() | {n.removeprefix("model."): w for n, w in trained.items()})
     want = model.fast.run(x, labels, torch.ones(2, 50)).loss

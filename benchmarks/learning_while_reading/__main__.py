@@ -28,15 +28,16 @@ from pathlib import Path
 
 import torch
 from arms import score
-from model import body, prepare, tune, words
+from pages import prepare, words
 from report import gather, gather_long, report
 from run import run
 from table import speed, table
+from training import train_body, tune
 
 STAGES = dict(
     prepare=prepare,
     words=words,
-    body=body,
+    body=train_body,
     tune=tune,
     score=score,
     speed=speed,
@@ -49,6 +50,7 @@ STAGES = dict(
 
 
 def main():
+    """Run the stage that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for tokens, weights and losses")
@@ -84,9 +86,9 @@ def main():
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="processes that share the pages")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    STAGES[given.stage](given)
+    STAGES[args.stage](args)
 
 
 if __name__ == "__main__":

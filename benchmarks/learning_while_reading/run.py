@@ -1,4 +1,4 @@
-"""All stages of one body, side by side where they can be: what a GPU that is at hand for minutes is asked for."""
+"""The stage `run`: all stages of one body, side by side where they can be, within the minutes of the command line."""
 
 import subprocess
 import sys
@@ -11,56 +11,62 @@ SHARES = dict(body=0.4, tune=0.2)  # of the minutes; scoring has what is left
 UNTRAINED = ("static", "memory", "cache", "refresh-64", "refresh-16")
 TRAINED = ("refresh-64-trained*", "refresh-16-trained-at-64", "cache-refresh-*-trained*")
 DYNAMIC = ("dynamic-all-rms", "dynamic-all-sgd")
+# Arguments of the command line that `run` sets for each stage, or that no stage needs
+OWN = ("stage", "minutes", "out", "arms", "wait", "refresh", "text", "worker", "workers", "dynamic_pages")
 
 
-def run(given):
+def run(args):
     """Train a body, train its layer, score all pages and some by dynamic evaluation, and write the tables.
 
     Once the body is trained, the layer is trained at every 64 tokens while pages are scored by the arms that do not
     need it. Tables are in --out/BODY/PAGES, as `gather_long` reads them. A second call with more minutes goes on where
     this one stopped.
     """
-    began, work = time.perf_counter(), folder(given)
-    log = open(work / "run.log", "a")  # noqa: SIM115
+    start, work = time.perf_counter(), folder(args)
+    with open(work / "run.log", "a") as log:
 
-    def stage(name, minutes, *more):
-        """Start a stage with the flags of this call; those in `more` come last and count."""
-        flags = [x for name, x in _flags(given).items() for x in (name, *map(str, x if isinstance(x, list) else [x]))]
-        command = [sys.executable, str(Path(__file__).parent), name, *flags, "--minutes", f"{minutes:.3f}", *more]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        def start_stage(name, minutes, *more):
+            """Start a stage with the flags of this call; of a flag that is in `more` too the last one counts."""
+            main = [sys.executable, str(Path(__file__).parent), name]
+            command = [*main, *_flags(args), "--minutes", f"{minutes:.3f}", *more]
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
-    def left():
-        return given.minutes - (time.perf_counter() - began) / 60
+        def minutes_left():
+            return args.minutes - (time.perf_counter() - start) / 60
 
-    _ended(stage("body", SHARES["body"] * given.minutes))
-    tuning = stage("tune", SHARES["tune"] * given.minutes, "--refresh", "64")
-    few = str(given.dynamic_pages)
-    scoring = [
-        stage("score", left(), "--arms", *UNTRAINED),
-        stage("score", left(), "--pages", few, "--arms", *DYNAMIC),
-        stage("score", left(), "--wait", "64", "--arms", *TRAINED),
-    ]
-    try:
-        _ended(tuning)
-        _ended(*scoring)
-    finally:
-        for process in scoring:
-            process.kill()  # without the trained layer one of them would wait for ever
-    name = given.body if given.seed == 0 else f"{given.body}-seed{given.seed}"
-    for pages in dict.fromkeys((str(given.pages), few)):
-        _ended(stage("table", 1, "--pages", pages, "--out", str(given.out / name / pages)))
-        print((given.out / name / pages / work.name / "summary.csv").read_text())
-    print(f"{time.perf_counter() - began:.0f} s; what the stages printed is in {work / 'run.log'}")
-
-
-def _flags(given):
-    """The flags of a call but for those that `run` sets for each stage."""
-    own = ("stage", "minutes", "out", "arms", "wait", "refresh", "text", "worker", "workers", "dynamic_pages")
-    return {f"--{n.replace('_', '-')}": x for n, x in vars(given).items() if n not in own}
+        _wait_for(start_stage("body", SHARES["body"] * args.minutes))
+        tuning = start_stage("tune", SHARES["tune"] * args.minutes, "--refresh", "64")
+        few = str(args.dynamic_pages)
+        scoring = [
+            start_stage("score", minutes_left(), "--arms", *UNTRAINED),
+            start_stage("score", minutes_left(), "--pages", few, "--arms", *DYNAMIC),
+            start_stage("score", minutes_left(), "--wait", "64", "--arms", *TRAINED),
+        ]
+        try:
+            _wait_for(tuning)
+            _wait_for(*scoring)
+        finally:
+            for process in scoring:
+                process.kill()  # without the trained layer one of them would wait for ever
+        name = args.body if args.seed == 0 else f"{args.body}-seed{args.seed}"
+        for pages in dict.fromkeys((str(args.pages), few)):
+            _wait_for(start_stage("table", 1, "--pages", pages, "--out", str(args.out / name / pages)))
+            print((args.out / name / pages / work.name / "summary.csv").read_text())
+    print(f"{time.perf_counter() - start:.0f} s; what the stages printed is in {work / 'run.log'}")
 
 
-def _ended(*processes):
+def _flags(args):
+    """The command line's flags and their values, but for those of OWN."""
+    flags = []
+    for name, value in vars(args).items():
+        if name not in OWN:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return flags
+
+
+def _wait_for(*processes):
     """Wait for processes; raises SystemExit where one failed."""
-    failed = [" ".join(p.args[2:4]) for p in processes if p.wait()]
+    failed = [" ".join(process.args[2:4]) for process in processes if process.wait()]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the last lines of run.log in the body's folder say why")

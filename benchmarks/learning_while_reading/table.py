@@ -1,144 +1,193 @@
-"""CSV files of what the arms found, for one body: losses, and speed."""
+"""The stages `table` and `speed`: CSV files of what the arms gave, and of how fast they are, for one body."""
 
 import csv
 import math
 import time
+from functools import partial
 
 import numpy as np
 import side_by_side
 import torch
-from arms import EPS, SEGMENT, Scorer
-from model import Pages, folder, layer
+from arms import EPS, SEGMENT
+from model import build_layer, folder
+from pages import Pages
+from scorer import Scorer
 
 from fastweights.torch import DynamicEvaluation
 
+# Lower edges of bins, and the end of the last: of the position in the page, of how often the token is in the training
+# pages, and of how often it was earlier in the page
 POSITIONS = [0, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
-COUNTS = [0, 100, 1000, 10_000, 100_000, 10**9]  # of a token in the training pages
-REPEATS = [0, 1, 2, 4, 8, 16, 32, 10**9]  # earlier in the page
+COUNTS = [0, 100, 1000, 10_000, 100_000, 10**9]
+REPEATS = [0, 1, 2, 4, 8, 16, 32, 10**9]
+RATES = {"sgd": 0.05, "rms": 5e-5}  # of dynamic evaluation that is timed and compared
 
 
-def table(given):
-    """CSV files of the arms that have all pages.
+def table(args):
+    """Write CSV files of the arms that have read all pages.
 
     pages.csv: bytes of each page and nats by arm.  bins.csv: tokens, bytes and nats by position in the page, by count
     of the token in training, and by how often it was earlier in the page.  summary.csv: bits per byte of all pages, and
     the gain over carried memory with a 95 % interval by bootstrap over pages.
     """
-    pages, source = Pages(given), folder(given)
-    out = given.out / source.name
+    pages, source = Pages(args), folder(args)
+    out = args.out / source.name
     out.mkdir(parents=True, exist_ok=True)
-    rows, found = [pages.page(i) for i in pages.test], {}
+    rows = [pages.page(i) for i in pages.test]
+    results = {}  # by arm, for each page its losses, and the seconds that it took as the last number
     for target in sorted((source / "losses").glob("*")):
         files = [target / f"{i}.npy" for i in pages.test]
-        if all(f.exists() for f in files):
-            found[target.name] = [np.load(f) for f in files]
-    trained = np.zeros(len(pages.tokens), bool)
-    for i in pages.train:
-        trained[pages.at[i] : pages.at[i + 1]] = True
-    counts = np.bincount(pages.tokens[trained], minlength=pages.vocab)
-    tokens = np.concatenate([row[1:] for row in rows])
-    size = pages.bytes[tokens]
-    kinds = {
-        "position": (np.concatenate([np.arange(len(row) - 1) for row in rows]), POSITIONS),
-        "count": (counts[tokens], COUNTS),
-        "repeats": (np.concatenate([_earlier(row[1:]) for row in rows]), REPEATS),
-    }
-    bins = []
-    for arm, losses in found.items():
-        nats = np.concatenate([x[:-1] for x in losses]).astype(np.float64)
-        for kind, (values, edges) in kinds.items():
-            where = np.digitize(values, edges) - 1
-            for k, low in enumerate(edges[:-1]):
-                if (here := where == k).any():
-                    bins.append([arm, kind, low, edges[k + 1], here.sum(), size[here].sum(), f"{nats[here].sum():.3f}"])
-    _write(out / "bins.csv", ["arm", "by", "low", "high", "tokens", "bytes", "nats"], bins)
-    total = np.array([pages.bytes[row[1:]].sum() for row in rows])
-    per_page = {n: np.array([x[:-1].sum(dtype=np.float64) for x in y]) for n, y in found.items()}
-    lines = [[i, len(row) - 1, b, *(f"{x[k]:.3f}" for x in per_page.values())]
-             for k, (i, row, b) in enumerate(zip(pages.test, rows, total, strict=True))]  # fmt: skip
-    _write(out / "pages.csv", ["page", "tokens", "bytes", *per_page], lines)
-    draws = np.random.default_rng(0).integers(len(total), size=(2000, len(total)))
+        if all(file.exists() for file in files):
+            results[target.name] = [np.load(file) for file in files]
+    _write(out / "bins.csv", ["arm", "by", "low", "high", "tokens", "bytes", "nats"], _bins(pages, rows, results))
+    sizes = np.array([pages.bytes[row[1:]].sum() for row in rows])
+    nats = {arm: np.array([x[:-1].sum(dtype=np.float64) for x in losses]) for arm, losses in results.items()}
+    lines = [
+        [page, len(row) - 1, size, *(f"{x[k]:.3f}" for x in nats.values())]
+        for k, (page, row, size) in enumerate(zip(pages.test, rows, sizes, strict=True))
+    ]
+    _write(out / "pages.csv", ["page", "tokens", "bytes", *nats], lines)
+    draws = np.random.default_rng(0).integers(len(sizes), size=(2000, len(sizes)))
+    tokens = sum(len(row) - 1 for row in rows)
     lines = []
-    for name, nats in sorted(per_page.items(), key=lambda item: -item[1].sum()):
-        less = (per_page.get("memory", nats) - nats) / math.log(2)
-        some = less[draws].sum(1) / total[draws].sum(1)
-        gain = [less.sum() / total.sum(), *np.quantile(some, [0.025, 0.975])]
-        note = (source / "losses" / name / "note.txt").read_text()
-        seconds = sum(float(x[-1]) for x in found[name])
-        lines.append([name, len(total), len(tokens), f"{nats.sum() / math.log(2) / total.sum():.4f}",
-                      *(f"{g:.4f}" for g in gain), f"{seconds:.1f}", note])  # fmt: skip
+    for arm, total in sorted(nats.items(), key=lambda item: -item[1].sum()):
+        less = (nats.get("memory", total) - total) / math.log(2)
+        drawn = less[draws].sum(1) / sizes[draws].sum(1)
+        gains = [less.sum() / sizes.sum(), *np.quantile(drawn, [0.025, 0.975])]
+        bits = total.sum() / math.log(2) / sizes.sum()
+        seconds = sum(float(x[-1]) for x in results[arm])
+        note = (source / "losses" / arm / "note.txt").read_text()
+        lines.append([arm, len(sizes), tokens, f"{bits:.4f}", *(f"{g:.4f}" for g in gains), f"{seconds:.1f}", note])
     names = ["arm", "pages", "tokens", "bits_per_byte", "gain_over_memory", "low", "high", "seconds", "note"]
     _write(out / "summary.csv", names, lines)
     print((out / "summary.csv").read_text())
 
 
-def _earlier(tokens):
+def _bins(pages, rows, results):
+    """Lines of bins.csv.
+
+    Args:
+        pages: the text.
+        rows: the pages that were scored, (T + 1,) tokens each.
+        results: by arm, for each page its losses and, as the last number, seconds.
+    """
+    trained = np.zeros(len(pages.tokens), bool)
+    for i in pages.train:
+        trained[pages.edges[i] : pages.edges[i + 1]] = True
+    counts = np.bincount(pages.tokens[trained], minlength=pages.vocab)
+    tokens = np.concatenate([row[1:] for row in rows])
+    sizes = pages.bytes[tokens]
+    kinds = {
+        "position": (np.concatenate([np.arange(len(row) - 1) for row in rows]), POSITIONS),
+        "count": (counts[tokens], COUNTS),
+        "repeats": (np.concatenate([_repeats(row[1:]) for row in rows]), REPEATS),
+    }
+    lines = []
+    for arm, losses in results.items():
+        nats = np.concatenate([x[:-1] for x in losses]).astype(np.float64)
+        for kind, (values, edges) in kinds.items():
+            bins = np.digitize(values, edges) - 1
+            for k, low in enumerate(edges[:-1]):
+                inside = bins == k
+                if inside.any():
+                    numbers = inside.sum(), sizes[inside].sum(), f"{nats[inside].sum():.3f}"
+                    lines.append([arm, kind, low, edges[k + 1], *numbers])
+    return lines
+
+
+def _repeats(tokens):
     """(T,): how often each token was earlier in the page."""
-    seen, found = {}, np.zeros(len(tokens), np.int64)
+    seen, repeats = {}, np.zeros(len(tokens), np.int64)
     for t, token in enumerate(tokens.tolist()):
-        found[t] = seen.get(token, 0)
-        seen[token] = found[t] + 1
-    return found
+        repeats[t] = seen.get(token, 0)
+        seen[token] = repeats[t] + 1
+    return repeats
 
 
 def _write(path, names, lines):
+    """Write a CSV file with these names of columns."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([names, *lines])
 
 
-def speed(given):
-    """speed.csv: seconds of one page per way to read it, body included, one page at a time; and whether dynamic
-    evaluation side by side gives the losses of `DynamicEvaluation`."""
-    scorer = Scorer(given)
-    row = max((scorer.pages.page(i, given.tune_tokens) for i in scorer.pages.test), key=len)
-    (labels,), part = scorer.labels([row]), row[: 16 * SEGMENT + 1]
+def speed(args):
+    """Write speed.csv: seconds in which one page is read, body included, one page at a time, by several arms.
 
-    def read(block=None, cache=False):
-        scorer.seen.clear()
-        losses = scorer.slow([row]) if block is None else scorer.learned(block, [row])
-        return (scorer.cached([row], losses) if cache else losses)[0]
+    Also prints whether dynamic evaluation side by side gives the losses of `DynamicEvaluation`.
+    """
+    scorer = Scorer(args)
+    row = max((scorer.pages.page(i, args.tune_tokens) for i in scorer.pages.test), key=len)
 
-    def dynamic(rule="sgd", statistics=None, call=scorer.whole):
-        with DynamicEvaluation(scorer.model, rule=rule, lr=0.05 if rule == "sgd" else 5e-5, eps=EPS, segment=SEGMENT,
-                               carry=True, clip=1.0, statistics=statistics, call=call) as run:  # fmt: skip
-            return run.run(torch.from_numpy(part)[None].to(given.device)).losses[0]
+    def read(layer=None, cache=False):
+        scorer.known_features.clear()  # so that the body reads the page again
+        losses = scorer.not_learning([row]) if layer is None else scorer.learning(layer, [row])
+        return (scorer.with_cache([row], losses) if cache else losses)[0]
 
-    blocks = {refresh: layer(given, scorer.model, refresh) for refresh in (16, 64, 256, 0)}
-    ways = {"memory": read, "cache": lambda: read(cache=True)}
-    ways |= {f"refresh-{r}" if r else "published": lambda b=b: read(b) for r, b in blocks.items()}
-    ways |= {"cache-refresh-64": lambda: read(blocks[64], True), "dynamic-all-sgd": dynamic}
+    layers = {refresh: build_layer(args, scorer.model, refresh) for refresh in (16, 64, 256, 0)}
+    ways = {"memory": read, "cache": partial(read, cache=True)}
+    ways |= {f"refresh-{r}" if r else "published": partial(read, layer) for r, layer in layers.items()}
+    ways["cache-refresh-64"] = partial(read, layers[64], cache=True)
+    beginning = row[: 16 * SEGMENT + 1]
+    ways["dynamic-all-sgd"] = partial(_dynamic, scorer, beginning, "sgd", None, scorer.logits)
     lines = []
     for name, way in ways.items():
         times = []
         for _ in range(4 if name != "dynamic-all-sgd" else 2):
-            _wait(given)
+            _wait(args)
             start = time.perf_counter()
             losses = way()
-            _wait(given)
+            _wait(args)
             times.append(time.perf_counter() - start)
-        lines.append([name, len(losses), f"{(found := float(np.median(times[1:]))):.4f}", f"{len(losses) / found:.0f}"])
+        seconds = float(np.median(times[1:]))  # the first compiles kernels
+        lines.append([name, len(losses), f"{seconds:.4f}", f"{len(losses) / seconds:.0f}"])
         print(*lines[-1], flush=True)
-    out = given.out / scorer.folder.name
+    out = args.out / scorer.folder.name
     out.mkdir(parents=True, exist_ok=True)
     _write(out / "speed.csv", ["arm", "tokens", "seconds", "tokens_per_second"], lines)
     for rule in ("sgd", "rms"):
-        statistics = scorer.divide(rule)
-        want = dynamic(rule, statistics, lambda model, tokens, state: _without_fast(*model.logits(tokens, state)))
-        module = side_by_side.Whole(scorer.model)
-        got = side_by_side.score(
-            module, [n for n, _ in module.named_parameters()], [torch.from_numpy(part[:-1]).to(given.device)] * 2,
-            [labels[: len(part) - 1]] * 2, torch.tensor([0.05 if rule == "sgd" else 5e-5] * 2, device=given.device),
-            torch.tensor([1.0, 1.0], device=given.device),
-            divide=statistics and {f"model.{n}": x.sqrt() + EPS for n, x in statistics.items()},
-        )[0]  # fmt: skip
-        print(f"{rule}, side by side {float(got.mean()):.5f}, one page at a time {float(want.mean()):.5f} nats; "
-              f"largest difference of a token {float((got - want).abs().max()):.5f}", flush=True)  # fmt: skip
+        _compare(scorer, beginning, rule)
 
 
-def _without_fast(logits, state):
-    return logits, state._replace(fast=None)
+def _dynamic(scorer, row, rule, statistics, call):
+    """Losses (T,) of one page by `DynamicEvaluation` of all weights.
+
+    Args:
+        scorer: of the body.
+        row: (T + 1,) tokens of the page.
+        rule: "sgd" or "rms".
+        statistics: mean squares of the gradients, for "rms".
+        call: of the model, as `DynamicEvaluation` takes it.
+    """
+    with DynamicEvaluation(scorer.model, rule=rule, lr=RATES[rule], eps=EPS, segment=SEGMENT, carry=True, clip=1.0,
+                           statistics=statistics, call=call) as evaluation:  # fmt: skip
+        return evaluation.run(torch.from_numpy(row)[None].to(scorer.args.device)).losses[0]
 
 
-def _wait(given):
-    if given.device == "cuda":
+def _compare(scorer, row, rule):
+    """Print how far dynamic evaluation side by side is from `DynamicEvaluation`, on one page that is read twice."""
+    device, statistics = scorer.args.device, scorer.gradient_statistics(rule)
+    want = _dynamic(scorer, row, rule, statistics, _logits_in_float32)
+    module = side_by_side.WholeModel(scorer.model)
+    got = side_by_side.score(
+        module,
+        [name for name, _ in module.named_parameters()],
+        scorer.tokens_of([row]) * 2,
+        scorer.labels_of([row]) * 2,
+        torch.tensor([RATES[rule]] * 2, device=device),
+        torch.tensor([1.0, 1.0], device=device),
+        divide=statistics and {f"model.{name}": x.sqrt() + EPS for name, x in statistics.items()},
+    )[0]
+    print(f"{rule}, side by side {float(got.mean()):.5f}, one page at a time {float(want.mean()):.5f} nats; "
+          f"largest difference of a token {float((got - want).abs().max()):.5f}", flush=True)  # fmt: skip
+
+
+def _logits_in_float32(model, tokens, state):
+    """`Scorer.logits` without autocast, which side by side is not used either."""
+    logits, after = model.logits(tokens, state)
+    return logits, after._replace(fast=None)
+
+
+def _wait(args):
+    """Wait until a GPU has done its work."""
+    if args.device == "cuda":
         torch.cuda.synchronize()
