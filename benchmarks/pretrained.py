@@ -31,140 +31,9 @@ from fastweights.hf.loading import load_model, read_file, row_of
 from fastweights.lab.engine.plotting import INK, PALETTE, figure
 
 STATIC, DYNAMIC = "static", "dynamic"
-NAMES = {"chesterton-brown.txt": "Father Brown", "milton-paradise.txt": "Paradise Lost"}
-
-
-def prepared(given):
-    model, tokenizer = load_model(given.model, device=given.device)
-    if given.head:
-        load_attached(model, given.head)
-    else:
-        torch.manual_seed(0)
-        attach(model, where=given.where, every=given.every, body_step=given.body_step)
-    parameters = down_projections(model) if given.parameters == "middle" else ("*",)
-    reading = scoring.Reading(window=given.window, stride=given.stride, lr=given.lr, parameters=parameters)
-    return model, tokenizer, reading
-
-
-def texts_of(tokenizer, given, files):
-    texts = [read_file(tokenizer, f) for f in files]
-    if not given.tokens:
-        return texts
-    return [replace(t, tokens=t.tokens[: given.tokens], sizes=t.sizes[: given.tokens]) for t in texts]
-
-
-def add_lines(path, names, lines):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([names] * new + lines)
-
-
-def adapt(given):
-    """Meta-train a head on --train for the minutes given."""
-    model, tokenizer = load_model(given.model, device=given.device)
-    torch.manual_seed(0)
-    attach(model)
-    documents = [row_of(tokenizer, t)[0].numpy() for t in texts_of(tokenizer, given, given.train)]
-    print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens", flush=True)
-    how = Adapting(steps=given.steps, batch=given.batch, length=1024, window=given.window, stride=given.stride,
-                   lr=given.head_lr)  # fmt: skip
-    trainer, began, recent = HeadTrainer(model, documents, how), time.perf_counter(), []
-    while trainer.at < how.steps and time.perf_counter() - began < 60 * given.minutes:
-        recent.append(trainer.step())
-        if trainer.at % 20 == 0 or trainer.at == 1:
-            loss, without = np.mean(recent[-20:], 0)
-            spent = time.perf_counter() - began
-            print(f"step {trainer.at} {spent:.0f} s loss {loss:.4f} without {without:.4f}", flush=True)
-    tokens = trainer.at * how.batch * how.length
-    print(f"{tokens:,} tokens in {time.perf_counter() - began:.0f} s; steps {trainer.head.log_steps.exp().tolist()}")
-    save_attached(model, given.out)
-
-
-def rate(given):
-    """The best rate of dynamic evaluation and of the matrices inside the model on --train, inside a grid of twos."""
-    model, tokenizer, reading = prepared(given)
-    texts, body = texts_of(tokenizer, given, given.train), model.fast_head.hooks.body
-
-    def loss(mode, lr):
-        body.step = lr
-        return np.concatenate(scoring.score(model, tokenizer, texts, mode, replace(reading, lr=lr)).losses).mean()
-
-    print("static", loss("static", 1.0), flush=True)
-    for mode, start in ((m, {"dynamic": 0.05, "body": 0.2}[m]) for m in given.modes or ("dynamic", "body")):
-        found, i = {}, 0
-        while not all(k in found for k in (i - 1, i, i + 1)):
-            for k in (i, i + 1, i - 1):
-                if k not in found:
-                    found[k] = loss(mode, start * 2.0**k)
-                    print(f"{mode} {given.window} rate {start * 2.0**k:g}: {found[k]:.4f}", flush=True)
-            i = min(found, key=found.get)
-        print(f"{mode} {given.window} best rate {start * 2.0**i:g}", flush=True)
-
-
-def score(given):
-    model, tokenizer, reading = prepared(given)
-    for text in texts_of(tokenizer, given, given.files):
-        for mode in given.modes:
-            found = scoring.score(model, tokenizer, [text], mode, reading)
-            name = given.prefix + mode
-            part = f"first {given.tokens}" if given.tokens else "whole"
-            line = [given.window, part, text.name, name, len(text.tokens), int(text.sizes.sum()), found.losses[0].sum()]
-            add_lines(given.out, ["window", "part", "document", "mode", "tokens", "bytes", "nats"], [line])
-            print(*line, f"{found.seconds:.1f} s", flush=True)
-
-
-def measure(given):
-    """Seconds and peak memory of each mode on the first file; the modes take turns."""
-    model, tokenizer, reading = prepared(given)
-    texts = texts_of(tokenizer, given, given.files[:1])
-    seconds, peaks, states = defaultdict(list), {}, {}
-    for round in range(given.rounds + 1):
-        for mode in given.modes:
-            found = scoring.score(model, tokenizer, texts, mode, reading)
-            if round:
-                seconds[mode].append(found.seconds)
-            peaks[mode], states[mode] = found.peak_bytes / 2**20, found.state_bytes / 2**20
-    static = np.array(seconds[STATIC])
-    for mode, spent in seconds.items():
-        ratio = float(np.median(np.array(spent) / static))
-        line = [given.window, given.prefix + mode, len(texts[0].tokens), f"{np.median(spent):.4f}", f"{ratio:.3f}",
-                f"{peaks[mode]:.0f}", f"{states[mode]:.1f}"]  # fmt: skip
-        add_lines(given.out, ["window", "mode", "tokens", "seconds", "of_static", "peak_MiB", "state_MiB"], [line])
-        print(*line, flush=True)
-
-
-def lines_of(place, pattern):
-    files = [place] if place.is_file() else sorted(place.glob(pattern))
-    return [line for f in files for line in csv.DictReader(f.read_text().splitlines())]
-
-
-def table(given):
-    """Markdown of scores*.csv and time*.csv: bits per byte by document, share of dynamic's gain, time."""
-    place = Path(given.model)
-    lines, spent = lines_of(place, "scores*.csv"), [] if place.is_file() else lines_of(place, "time*.csv")
-    cost = {(line["window"], line["mode"]): line for line in spent}
-    for window, part in dict.fromkeys((line["window"], line["part"]) for line in lines):
-        some = [line for line in lines if (line["window"], line["part"]) == (window, part)]
-        nats = {(line["mode"], line["document"]): float(line["nats"]) for line in some}
-        size = {line["document"]: int(line["bytes"]) for line in some}
-        print(f"\n| window {window}, {part} | {' | '.join(size)} | of dynamic's gain | by document | time | MiB |")
-        print("|---" * (len(size) + 5) + "|")
-        for mode in dict.fromkeys(m for m, _ in nats):
-            bits = [f"{nats[mode, d] / math.log(2) / n:.4f}" if (mode, d) in nats else "" for d, n in size.items()]
-            both = [d for d in size if all((m, d) in nats for m in (mode, STATIC, DYNAMIC))]
-            shares = [share(nats, mode, ds) for ds in (both, *([d] for d in both))] if both else [""]
-            here = cost.get((window, mode), {})
-            print(f"| {mode} | {' | '.join(bits)} | {shares[0]} | {' '.join(shares[1:])} | "
-                  f"{here.get('of_static', '')} | {here.get('peak_MiB', '')} |")  # fmt: skip
-
-
-def share(nats, mode, documents):
-    """The gain over static windows as a share of dynamic evaluation's."""
-    static, found, dynamic = (sum(nats[m, d] for d in documents) for m in (STATIC, mode, DYNAMIC))
-    return f"{(static - found) / (static - dynamic):.0%}".replace("%", " %")
-
-
+FIRST_RATES = {"dynamic": 0.05, "body": 0.2}  # that the stage `rate` tries first, by mode
+NAMES = {"chesterton-brown.txt": "Father Brown", "milton-paradise.txt": "Paradise Lost"}  # of documents in the figure
+# Colour and label of the modes in the figure
 DRAWN = {
     "fast": (PALETTE[0], "layer"),
     "cache": (PALETTE[4], "cache"),
@@ -174,24 +43,177 @@ DRAWN = {
 }
 
 
-def draw(given):
-    """Nats per token that each way gains on each document, for whole documents at the first window."""
-    lines = [line for line in lines_of(Path(given.model), "scores*.csv") if line["part"] == "whole"]
-    lines = [line for line in lines if line["window"] == lines[0]["window"]]
+def load(args):
+    """The model with a head attached, its tokenizer, and how documents are read, as the command line says."""
+    model, tokenizer = load_model(args.model, device=args.device)
+    if args.head:
+        load_attached(model, args.head)
+    else:
+        torch.manual_seed(0)
+        attach(model, where=args.where, every=args.every, body_step=args.body_step)
+    parameters = down_projections(model) if args.parameters == "middle" else ("*",)
+    reading = scoring.Reading(window=args.window, stride=args.stride, lr=args.lr, parameters=parameters)
+    return model, tokenizer, reading
+
+
+def read_texts(tokenizer, args, files):
+    """The files as texts of tokens, the first --tokens of each."""
+    texts = [read_file(tokenizer, file) for file in files]
+    if not args.tokens:
+        return texts
+    return [replace(text, tokens=text.tokens[: args.tokens], sizes=text.sizes[: args.tokens]) for text in texts]
+
+
+def append_line(path, names, line):
+    """Add a line to a CSV file; a new file begins with the names of the columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [line] if path.exists() else [names, line]
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+def adapt(args):
+    """Train a head through its learning on --train, for --minutes or --steps."""
+    model, tokenizer = load_model(args.model, device=args.device)
+    torch.manual_seed(0)
+    attach(model)
+    documents = [row_of(tokenizer, text)[0].numpy() for text in read_texts(tokenizer, args, args.train)]
+    print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens", flush=True)
+    settings = Adapting(steps=args.steps, batch=args.batch, length=1024, window=args.window, stride=args.stride,
+                        lr=args.head_lr)  # fmt: skip
+    trainer, start = HeadTrainer(model, documents, settings), time.perf_counter()
+    losses = []  # of each step, with and without learning
+    while trainer.at < settings.steps and time.perf_counter() - start < 60 * args.minutes:
+        losses.append(trainer.step())
+        if trainer.at % 20 == 0 or trainer.at == 1:
+            learning, without = np.mean(losses[-20:], 0)
+            seconds = time.perf_counter() - start
+            print(f"step {trainer.at} {seconds:.0f} s loss {learning:.4f} without {without:.4f}", flush=True)
+    tokens = trainer.at * settings.batch * settings.length
+    print(f"{tokens:,} tokens in {time.perf_counter() - start:.0f} s; steps {trainer.head.log_steps.exp().tolist()}")
+    save_attached(model, args.out)
+
+
+def rate(args):
+    """Print the rate, among powers of two times the first, that is best on --train, for each of --modes.
+
+    Rates are tried until both neighbours of the best are worse. "dynamic" is dynamic evaluation, "body" the matrices
+    inside the model.
+    """
+    model, tokenizer, reading = load(args)
+    texts, body = read_texts(tokenizer, args, args.train), model.fast_head.hooks.body
+
+    def loss(mode, lr):
+        body.step = lr
+        return np.concatenate(scoring.score(model, tokenizer, texts, mode, replace(reading, lr=lr)).losses).mean()
+
+    print("static", loss("static", 1.0), flush=True)
+    for mode in args.modes or FIRST_RATES:
+        first, losses, best = FIRST_RATES[mode], {}, 0  # losses by the power of two
+        while not all(power in losses for power in (best - 1, best, best + 1)):
+            for power in (best, best + 1, best - 1):
+                if power not in losses:
+                    losses[power] = loss(mode, first * 2.0**power)
+                    print(f"{mode} {args.window} rate {first * 2.0**power:g}: {losses[power]:.4f}", flush=True)
+            best = min(losses, key=losses.get)
+        print(f"{mode} {args.window} best rate {first * 2.0**best:g}", flush=True)
+
+
+def score(args):
+    """Add a line to --out for each document and each of --modes: its nats and bytes."""
+    model, tokenizer, reading = load(args)
+    part = f"first {args.tokens}" if args.tokens else "whole"
+    names = ["window", "part", "document", "mode", "tokens", "bytes", "nats"]
+    for text in read_texts(tokenizer, args, args.files):
+        for mode in args.modes:
+            result = scoring.score(model, tokenizer, [text], mode, reading)
+            size = len(text.tokens), int(text.sizes.sum())
+            line = [args.window, part, text.name, args.prefix + mode, *size, result.losses[0].sum()]
+            append_line(args.out, names, line)
+            print(*line, f"{result.seconds:.1f} s", flush=True)
+
+
+def measure(args):
+    """Add a line to --out for each of --modes: seconds and peak memory on the first file. The modes take turns."""
+    model, tokenizer, reading = load(args)
+    texts = read_texts(tokenizer, args, args.files[:1])
+    seconds, peaks, states = defaultdict(list), {}, {}
+    for turn in range(args.rounds + 1):
+        for mode in args.modes:
+            result = scoring.score(model, tokenizer, texts, mode, reading)
+            if turn:  # the first compiles kernels
+                seconds[mode].append(result.seconds)
+            peaks[mode], states[mode] = result.peak_bytes / 2**20, result.state_bytes / 2**20
+    static = np.array(seconds[STATIC])
+    names = ["window", "mode", "tokens", "seconds", "of_static", "peak_MiB", "state_MiB"]
+    for mode, times in seconds.items():
+        of_static = float(np.median(np.array(times) / static))
+        line = [args.window, args.prefix + mode, len(texts[0].tokens), f"{np.median(times):.4f}", f"{of_static:.3f}",
+                f"{peaks[mode]:.0f}", f"{states[mode]:.1f}"]  # fmt: skip
+        append_line(args.out, names, line)
+        print(*line, flush=True)
+
+
+def read_csv(place, pattern):
+    """The lines of a CSV file, or of the files of a folder whose names match a pattern, as dicts of text."""
+    files = [place] if place.is_file() else sorted(place.glob(pattern))
+    return [line for file in files for line in csv.DictReader(file.read_text().splitlines())]
+
+
+def table(args):
+    """Print Markdown of scores*.csv and time*.csv: bits per byte by document, share of dynamic's gain, time."""
+    place = Path(args.model)
+    scores = read_csv(place, "scores*.csv")
+    costs = {} if place.is_file() else {(c["window"], c["mode"]): c for c in read_csv(place, "time*.csv")}
+    for window, part in dict.fromkeys((line["window"], line["part"]) for line in scores):
+        lines = [line for line in scores if (line["window"], line["part"]) == (window, part)]
+        nats = {(line["mode"], line["document"]): float(line["nats"]) for line in lines}
+        sizes = {line["document"]: int(line["bytes"]) for line in lines}
+        print(f"\n| window {window}, {part} | {' | '.join(sizes)} | of dynamic's gain | by document | time | MiB |")
+        print("|---" * (len(sizes) + 5) + "|")
+        for mode in dict.fromkeys(line["mode"] for line in lines):
+            bits = [f"{nats[mode, d] / math.log(2) / n:.4f}" if (mode, d) in nats else "" for d, n in sizes.items()]
+            compared = [d for d in sizes if all((m, d) in nats for m in (mode, STATIC, DYNAMIC))]
+            overall = share(nats, mode, compared) if compared else ""
+            by_document = " ".join(share(nats, mode, [d]) for d in compared)
+            cost = costs.get((window, mode), {})
+            print(f"| {mode} | {' | '.join(bits)} | {overall} | {by_document} | "
+                  f"{cost.get('of_static', '')} | {cost.get('peak_MiB', '')} |")  # fmt: skip
+
+
+def share(nats, mode, documents):
+    """The gain of a mode over static windows as a share of dynamic evaluation's, in percent.
+
+    Args:
+        nats: by (mode, document).
+        mode: whose gain it is.
+        documents: over which gains are summed.
+    """
+    static, loss, dynamic = (sum(nats[m, d] for d in documents) for m in (STATIC, mode, DYNAMIC))
+    return f"{100 * (static - loss) / (static - dynamic):.0f} %"
+
+
+def draw(args):
+    """Draw the nats per token that each mode gains on each whole document, at the first window of the file."""
+    lines = [line for line in read_csv(Path(args.model), "scores*.csv") if line["part"] == "whole"]
+    window = lines[0]["window"]
+    lines = [line for line in lines if line["window"] == window]
     nats = {(line["mode"], line["document"]): float(line["nats"]) / int(line["tokens"]) for line in lines}
     documents = list(dict.fromkeys(line["document"] for line in lines))[::-1]
-    title = f"What SmolLM2-135M gains while it reads, windows of {lines[0]['window']}"
-    with figure(given.out, size=(7.6, 3.9), title=title) as axes:
+    title = f"What SmolLM2-135M gains while it reads, windows of {window}"
+    with figure(args.out, size=(7.6, 3.9), title=title) as axes:
         for mode, (color, label) in DRAWN.items():
-            at = [i for i, d in enumerate(documents) if (mode, d) in nats]
-            gains = [nats[STATIC, documents[i]] - nats[mode, documents[i]] for i in at]
-            axes.scatter(gains, at, s=70, color=color, label=label, zorder=3, marker="D" if mode == DYNAMIC else "o")
-        axes.set_yticks(range(len(documents)), [NAMES.get(d, d) for d in documents])
+            heights = [i for i, document in enumerate(documents) if (mode, document) in nats]
+            gains = [nats[STATIC, documents[i]] - nats[mode, documents[i]] for i in heights]
+            marker = "D" if mode == DYNAMIC else "o"
+            axes.scatter(gains, heights, s=70, color=color, label=label, zorder=3, marker=marker)
+        axes.set_yticks(range(len(documents)), [NAMES.get(document, document) for document in documents])
         axes.set(xlabel="nats per token gained over static windows", xlim=(0, None))
         axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def main():
+    """Run the stage that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = dict(adapt=adapt, rate=rate, score=score, time=measure, table=table, draw=draw)
     parser.add_argument("stage", choices=list(stages))
@@ -217,9 +239,9 @@ def main():
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out.csv"))
     parser.add_argument("--tf32", action="store_true", help="products of float32 in TF32")
-    given = parser.parse_args()
-    torch.set_float32_matmul_precision("high" if given.tf32 else "highest")
-    stages[given.stage](given)
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    stages[args.stage](args)
 
 
 if __name__ == "__main__":
