@@ -108,27 +108,27 @@ class SourceTracker:
         if inputs.state is None:  # a text, or a window, begins here
             record.kept = record.kept[-1:]
         attribution = record.attribution()
-        tokens, writes = attribution.tokens, attribution.writes
+        window, writes = attribution.tokens, attribution.writes
         earlier_segments = self.segments.setdefault(record.name, [])
-        taken = torch.zeros(tokens)
+        taken = torch.zeros(window)
         reads: list[Sources] = []
         takes: list[Sources] = []
-        for asked in torch.arange(tokens - segment, tokens).split(TOKENS_AT_ONCE):
-            read, removed = attribution.rows(asked), attribution.overwritten(asked)
+        for tokens in torch.arange(window - segment, window).split(TOKENS_AT_ONCE):
+            read, removed = attribution.rows(tokens), attribution.overwritten(tokens)
             # With several writes per token `overwritten` has a row for each; what they take out is added up.
-            weights = removed.weights[0].unflatten(0, (len(asked), writes)).sum(1)
-            start = removed.start[0].unflatten(0, (len(asked), writes)).sum(1)
+            weights = removed.weights[0].unflatten(0, (len(tokens), writes)).sum(1)
+            start = removed.start[0].unflatten(0, (len(tokens), writes)).sum(1)
             taken += _by_token(weights.abs().mean(1), writes).sum(0).cpu()
-            reads.append(_largest(read.weights[0], read.start[0], attribution, asked, self.counts[0]))
-            takes.append(_largest(weights, start, attribution, asked, self.counts[1]))
+            reads.append(_largest(read.weights[0], read.start[0], attribution, tokens, self.counts[0]))
+            takes.append(_largest(weights, start, attribution, tokens, self.counts[1]))
         # Of the tokens of the window, those of this segment are last; those before belong to the segments before.
-        older = taken[: tokens - segment].numpy()
+        older = taken[: window - segment].numpy()
         for before in reversed(earlier_segments):
             if not len(older):
                 break
             before.taken[:] += older[-len(before.taken) :]
             older = older[: -len(before.taken)]
-        earlier_segments.append(MemorySources(_join(reads), _join(takes), taken[tokens - segment :].numpy()))
+        earlier_segments.append(MemorySources(_join(reads), _join(takes), taken[window - segment :].numpy()))
 
     def result(self) -> dict[str, MemorySources]:
         """The sources of the whole text, by the name of each memory that was followed."""
@@ -169,7 +169,7 @@ def _by_token(x: Tensor, writes: int) -> Tensor:
     return x if writes == 1 else x.unflatten(-1, (-1, writes)).sum(-1)
 
 
-def _largest(weights: Tensor, start: Tensor, attribution: Attribution, asked: Tensor, n: int) -> Sources:
+def _largest(weights: Tensor, start: Tensor, attribution: Attribution, tokens: Tensor, n: int) -> Sources:
     """The n largest sources of what some tokens read, or took out, by the mean of their shares over heads.
 
     A source counts by the length of what it adds, |weight| times the length of the written value, as a share of all
@@ -179,7 +179,7 @@ def _largest(weights: Tensor, start: Tensor, attribution: Attribution, asked: Te
         weights: (t, H, S), how much of each write is contained in what was read.
         start: (t, H, V), the part of it that the memory held before the window.
         attribution: that the weights are of, for the lengths of values.
-        asked: (t,), the tokens.
+        tokens: (t,), numbers of the tokens, counted from the window's start.
         n: number of sources to keep.
     """
     sizes = _by_token(weights.abs() * attribution.sizes[0][None], attribution.writes)  # (t, H, tokens of the window)
@@ -187,7 +187,7 @@ def _largest(weights: Tensor, start: Tensor, attribution: Attribution, asked: Te
     total = sizes.sum(-1) + before
     share = torch.einsum("ths,th->ts", sizes, 1.0 / total.clamp(min=1e-30)) / total.shape[1]
     largest, source = share.topk(min(n, share.shape[-1]), -1)
-    distance = asked[:, None].to(source.device) - source
+    distance = tokens[:, None].to(source.device) - source
     distance = torch.where((largest > 0) & (distance >= 0) & (distance < NONE), distance, NONE)
     missing = ((0, 0), (0, n - largest.shape[-1]))  # columns to add where the window has fewer tokens than n
     return Sources(

@@ -104,13 +104,14 @@ def page(folder: Path) -> str:
     Counts of verdicts, links to the other pages of the folder, how to run an experiment again, then for each experiment
     a table with a line for each claim.
     """
-    found = entries(folder)
+    experiments = entries(folder)
+    claims = len(_published(experiments))
     lines = [
         "# Results",
         "",
         "<!-- Made by `fastweights reproduce --scoreboard` from the CSV files in this folder. -->",
         "",
-        f"What the papers claim, and what this code found. Of {len(_published(found))} claims: {counts(found)}.",
+        f"What the papers claim, and what this code found. Of {claims} claims: {counts(experiments)}.",
         "",
         "The verdicts are computed from the CSV files beside this page:",
         "",
@@ -123,7 +124,7 @@ def page(folder: Path) -> str:
         "",
         f"| experiment | {' | '.join(VERDICTS)} |",
         "|---|" + "---|" * len(VERDICTS),
-        *(_count_line(entry) for entry in found),
+        *(_count_line(entry) for entry in experiments),
         "",
         *_links(folder),
         "To run one again: `fastweights reproduce NAME --data FOLDER`. Nothing is downloaded; FOLDER holds the corpora",
@@ -131,7 +132,7 @@ def page(folder: Path) -> str:
         "`babi/en/qa*.txt` and `multi30k/{train,val,test_2016_flickr}.{en,de}`; with `--smoke` none is needed.",
         "",
     ]
-    for entry in found:
+    for entry in experiments:
         lines += _experiment_lines(entry, folder)
     return "\n".join(lines)
 

@@ -174,7 +174,7 @@ def _norm_is_needed(rows: list[Row]) -> tuple[Verdict, str]:
     return _compare(rows, "fast, no norm")
 
 
-def _said(R: int) -> str:
+def _published_text(R: int) -> str:
     """The paper's errors with R units, as text."""
     return ", ".join(f"{NAMES[m]} {PUBLISHED[m][SIZES.index(R)]:g} %" for m in COMPARED)
 
@@ -185,7 +185,7 @@ CLAIMS = (
         Claim(
             f"fast-is-best-at-{R}",
             f"With {R} hidden units fast weights err less than an LSTM and a ReLU RNN.",
-            published=_said(R),
+            published=_published_text(R),
             source="Table 1, second hand",
             judge=_fast_is_best,
             where=dict(R=R, model=COMPARED),
@@ -195,7 +195,7 @@ CLAIMS = (
     Claim(
         "all-solve-at-100",
         f"With 100 hidden units all three solve the task (here: under {SOLVED} % error).",
-        published=_said(100),
+        published=_published_text(100),
         source="Table 1, second hand",
         judge=_all_solve,
         where=dict(R=100, model=COMPARED),

@@ -229,8 +229,8 @@ def _order_of_widths(rows: list[Row]) -> tuple[Verdict, str]:
     large = sorted({S for _, _, S in best if S >= 420})
     losses = {S: [best[features, "stable", S] for features in WIDTHS] for S in large}
     pairs = [(wider, narrower) for row in losses.values() for narrower, wider in pairwise(row)]
-    said = [f"{' > '.join(f'{x:.3f}' for x in row)} at {S}" for S, row in losses.items()]
-    return all_less(pairs), "; ".join(said)
+    texts = [f"{' > '.join(f'{x:.3f}' for x in row)} at {S}" for S, row in losses.items()]
+    return all_less(pairs), "; ".join(texts)
 
 
 def _softmax_has_no_limit(rows: list[Row]) -> tuple[Verdict, str]:
@@ -251,14 +251,14 @@ def _favor_fails_early(rows: list[Row]) -> tuple[Verdict, str]:
 def _favor_by_logarithms(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether FAVOR+ computed from logarithms answers better than as published, where its features are not full."""
     best = _losses(rows)
-    conditions, said = [], []
+    conditions, texts = [], []
     for features in RANDOM:
         for S in (100, 200):
             if _favor_width(features) >= S:
                 stable, as_published = best[features, "stable", S], best[features, "published", S]
                 conditions.append(0.05 < stable < as_published - 0.02)
-                said.append(f"{features} at {S} keys {stable:.2f} against {as_published:.2f}")
-    return all_hold(conditions), "; ".join(said)
+                texts.append(f"{features} at {S} keys {stable:.2f} against {as_published:.2f}")
+    return all_hold(conditions), "; ".join(texts)
 
 
 _MISSED = [_first_missed({20 * i + 20: x for i, x in enumerate(PUBLISHED[f])}) for f in DETERMINISTIC]

@@ -197,11 +197,11 @@ def _learning_gains(rows: list[Row]) -> tuple[Verdict, str]:
     form = _published_form(rows)
     whole, slow = gains(rows, "restart", **form), gains(rows, "slow", **form)
     pairs = {body: (slow[body, "all", 0].mean, whole[body, "all", 0].mean) for body in _bodies(rows)}
-    said = [
+    texts = [
         f"{body} body {b:+.3f} nats: {a:+.3f} by the slow part alone and {b - a:+.3f} by learning"
         for body, (a, b) in pairs.items()
     ]
-    return all_less((-(b - a), 0.0) for a, b in pairs.values()), "; ".join(said)
+    return all_less((-(b - a), 0.0) for a, b in pairs.values()), "; ".join(texts)
 
 
 def _gains_more(by: str, low: int, high: int) -> Judge:
@@ -215,8 +215,8 @@ def _gains_more(by: str, low: int, high: int) -> Judge:
     def judge(rows: list[Row]) -> tuple[Verdict, str]:
         gain = gains(rows, "restart", **_published_form(rows))
         pairs = {body: (gain[body, by, low].mean, gain[body, by, high].mean) for body in _bodies(rows)}
-        said = [f"{body} body {b:+.3f} against {a:+.3f} nats" for body, (a, b) in pairs.items()]
-        return all_less(pairs.values()), ", ".join(said)
+        texts = [f"{body} body {b:+.3f} against {a:+.3f} nats" for body, (a, b) in pairs.items()]
+        return all_less(pairs.values()), ", ".join(texts)
 
     return judge
 
@@ -231,8 +231,8 @@ def _costs(mode: str, condition: Callable[[float], bool]) -> Judge:
             for (body, corpus, m), count in operations.items()
             if m == mode
         }
-        said = ", ".join(f"{x:.1f} times ({body} body, {corpus})" for (body, corpus), x in times.items())
-        return all_hold(condition(x) for x in times.values()), said
+        ours = ", ".join(f"{x:.1f} times ({body} body, {corpus})" for (body, corpus), x in times.items())
+        return all_hold(condition(x) for x in times.values()), ours
 
     return judge
 
@@ -242,8 +242,8 @@ def _decay_carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     longest = max(variant["length"] for variant in variants(rows))
     gain = gains(rows, "fast", decay=0.999, length=longest)
     beyond = {body: gain[body, "position", longest].mean for body in _bodies(rows)}
-    said = ", ".join(f"{body} body {x:+.3f} nats" for body, x in beyond.items())
-    return all_hold(x > 0 for x in beyond.values()), said
+    ours = ", ".join(f"{body} body {x:+.3f} nats" for body, x in beyond.items())
+    return all_hold(x > 0 for x in beyond.values()), ours
 
 
 def _refreshed(rows: list[Row], mode: str, by: str = "all", low: int = 0) -> dict[tuple[str, int], float]:
@@ -261,26 +261,26 @@ def _refreshed(rows: list[Row], mode: str, by: str = "all", low: int = 0) -> dic
 def _refreshed_gains(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether refreshed layers have a lower loss with learning than without, at every refresh and with each body."""
     whole, slow = _refreshed(rows, "fast"), _refreshed(rows, "slow")
-    said = [
+    texts = [
         f"{body} body, every {C}: {gain:+.3f} nats, {gain - slow[body, C]:+.3f} by learning"
         for (body, C), gain in whole.items()
     ]
-    return all_less((-whole[key], -slow[key]) for key in whole), "; ".join(said)
+    return all_less((-whole[key], -slow[key]) for key in whole), "; ".join(texts)
 
 
 def _refreshed_grows(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether a refreshed layer, which forgets nothing, gains more past 4,096 words than before 256."""
     early, late = (_refreshed(rows, "fast", "position", low) for low in (0, 4096))
-    said = [f"{body} body, every {C}: {late[body, C]:+.3f} against {early[body, C]:+.3f} nats" for body, C in late]
-    return all_less((early[key], late[key]) for key in late), ", ".join(said)
+    texts = [f"{body} body, every {C}: {late[body, C]:+.3f} against {early[body, C]:+.3f} nats" for body, C in late]
+    return all_less((early[key], late[key]) for key in late), ", ".join(texts)
 
 
 def _with_cache(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether layer and cache together gain at least what dynamic evaluation of all weights gains."""
     both, dynamic = _refreshed(rows, "both"), gains(rows, "dynamic")
     shares = {(body, C): gain / dynamic[body, "all", 0].mean for (body, C), gain in both.items()}
-    said = ", ".join(f"{body} body, every {C}: {share:.0%} of it" for (body, C), share in shares.items())
-    return all_hold(share >= 1 for share in shares.values()), said
+    ours = ", ".join(f"{body} body, every {C}: {share:.0%} of it" for (body, C), share in shares.items())
+    return all_hold(share >= 1 for share in shares.values()), ours
 
 
 _SCORED, _COST = dict(what=("static", "plain", "fast", "cache")), dict(what="cost")

@@ -261,13 +261,13 @@ def _in_order(group: str, *pairs: tuple[str, str], positions: bool = True) -> Ju
     def judge(rows: list[Row]) -> tuple[Verdict, str]:
         perplexity = _perplexity(rows, group, positions)
         compared: list[tuple[float, float]] = []
-        said = []
+        texts = []
         for a, b in pairs:
             both = {corpus: (x[a], x[b]) for corpus, x in perplexity.items() if a in x and b in x}
             compared += both.values()
-            texts = [f"{first:.4g} / {second:.4g} ({corpus})" for corpus, (first, second) in both.items()]
-            said.append(f"{a} against {b}: {', '.join(texts)}")
-        return all_less(compared), "; ".join(said)
+            numbers = [f"{first:.4g} / {second:.4g} ({corpus})" for corpus, (first, second) in both.items()]
+            texts.append(f"{a} against {b}: {', '.join(numbers)}")
+        return all_less(compared), "; ".join(texts)
 
     return judge
 
@@ -288,19 +288,19 @@ def _carries_on(rows: list[Row]) -> tuple[Verdict, str]:
     """
     unbounded, limited = (_perplexity(rows, group, positions=False) for group in ("unbounded", "limited"))
     pairs = {corpus: (x["elu-delta"], limited[corpus]["elu-delta"]) for corpus, x in unbounded.items()}
-    said = ", ".join(f"{a:.4g} unbounded, {b:.4g} limited ({corpus})" for corpus, (a, b) in pairs.items())
-    return all_less(pairs.values()), f"perplexity {said}"
+    ours = ", ".join(f"{a:.4g} unbounded, {b:.4g} limited ({corpus})" for corpus, (a, b) in pairs.items())
+    return all_less(pairs.values()), f"perplexity {ours}"
 
 
 def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether models without positions have the lower perplexity."""
     without, with_positions = (_perplexity(rows, "limited", positions) for positions in (False, True))
     pairs = {(c, m): (x, with_positions[c][m]) for c, models in without.items() for m, x in models.items()}
-    said = ", ".join(f"{m} {a:.4g} without, {b:.4g} with positions ({c})" for (c, m), (a, b) in pairs.items())
-    return all_less(pairs.values()), f"perplexity: {said}"
+    ours = ", ".join(f"{m} {a:.4g} without, {b:.4g} with positions ({c})" for (c, m), (a, b) in pairs.items())
+    return all_less(pairs.values()), f"perplexity: {ours}"
 
 
-def _said(group: str, *names: str) -> str:
+def _published_text(group: str, *names: str) -> str:
     """The paper's test perplexities of some models, as text."""
     numbers = {name: PUBLISHED[group, name][1] for name in names}
     return ", ".join(f"{name} {'over ' if x == OVER else ''}{x:g}" for name, x in numbers.items())
@@ -313,7 +313,7 @@ CLAIMS = (
     Claim(
         "delta-beats-sum",
         "With limited context the delta rule beats the sum rule with each of three feature maps.",
-        published=f"perplexity {_said('limited', 'linear', 'elu-delta', *LIMITED[3:])}",
+        published=f"perplexity {_published_text('limited', 'linear', 'elu-delta', *LIMITED[3:])}",
         source="Tables 2 and 5",
         judge=_in_order("limited", *SAME_FEATURES),
         where=dict(group="limited"),
@@ -329,7 +329,7 @@ CLAIMS = (
     Claim(
         "softmax-leads",
         "Softmax stays ahead of the delta rule.",
-        published=f"perplexity {_said('limited', 'softmax', 'elu-delta')}",
+        published=f"perplexity {_published_text('limited', 'softmax', 'elu-delta')}",
         source="Table 2",
         judge=_in_order("limited", ("softmax", "elu-delta")),
         where=dict(group="limited", model=("softmax", "elu-delta")),
@@ -345,7 +345,7 @@ CLAIMS = (
     Claim(
         "sum-fails-unbounded",
         "With unbounded context the delta rule beats the sum rule.",
-        published=f"perplexity {_said('unbounded', 'elu-delta', 'linear')}",
+        published=f"perplexity {_published_text('unbounded', 'elu-delta', 'linear')}",
         source="Table 4",
         judge=_in_order("unbounded", ("elu-delta", "linear"), positions=False),
         where=dict(group="unbounded", model=("linear", "elu-delta")),
@@ -361,7 +361,7 @@ CLAIMS = (
     Claim(
         "beats-a-small-state",
         "With unbounded context it beats a Transformer-XL whose state is about as small.",
-        published=f"perplexity {_said('unbounded', 'elu-delta', 'softmax-16')}",
+        published=f"perplexity {_published_text('unbounded', 'elu-delta', 'softmax-16')}",
         source="Table 4",
         judge=_in_order("unbounded", ("elu-delta", "softmax-16"), positions=False),
         where=dict(group="unbounded", model=("softmax-16", "elu-delta")),
@@ -369,7 +369,7 @@ CLAIMS = (
     Claim(
         "large-state-leads",
         "A Transformer-XL with a large state stays ahead.",
-        published=f"perplexity {_said('unbounded', 'softmax-256', 'elu-delta')}",
+        published=f"perplexity {_published_text('unbounded', 'softmax-256', 'elu-delta')}",
         source="Table 4",
         judge=_in_order("unbounded", ("softmax-256", "elu-delta"), positions=False),
         where=dict(group="unbounded", model=("softmax-256", "elu-delta")),

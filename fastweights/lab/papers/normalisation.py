@@ -236,12 +236,12 @@ def _draw_gain(axes: Any, rows: list[Row], norm: str) -> None:
 def size(rows: list[Row]) -> str:
     """Keys, blocks and steps, for the scoreboard."""
     some = {row["task"]: row for row in rows}
-    said = []
+    texts = []
     if retrieval := some.get("retrieval"):
-        said.append(f"{retrieval['keys']} keys, {retrieval['steps']:,} steps")
+        texts.append(f"{retrieval['keys']} keys, {retrieval['steps']:,} steps")
     if language := some.get("language"):
-        said.append(f"{language['depth']} blocks of width {language['dim']}, {language['steps']:,} steps")
-    return "; ".join(said)
+        texts.append(f"{language['depth']} blocks of width {language['dim']}, {language['steps']:,} steps")
+    return "; ".join(texts)
 
 
 def largest_growth(rows: list[Row]) -> dict[tuple, float]:
@@ -258,11 +258,11 @@ def _no_norm_is_no_use(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether, without a norm, language models become NaN and retrieval is no better than answering nothing."""
     retrieval, language = final_losses(rows, "retrieval"), final_losses(rows, "language")
     diverged = [not math.isfinite(loss) for loss in language.values()]
-    said = ", ".join(
+    retrieved = ", ".join(
         f"retrieval with {features} {f'{loss:.2f}' if math.isfinite(loss) else 'NaN'}"
         for (_, features), loss in retrieval.items()
     )
-    ours = f"{said} (answering nothing: 0.5); {sum(diverged)} of {len(diverged)} language models NaN"
+    ours = f"{retrieved} (answering nothing: 0.5); {sum(diverged)} of {len(diverged)} language models NaN"
     return all_hold([*diverged, *(loss >= 0.5 for loss in retrieval.values())]), ours
 
 
@@ -308,16 +308,16 @@ def _attention_norm_is_no_help(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether sum norm alone has the lower loss than with attention norm, without and with positions."""
     losses = final_losses(rows, "language")
     pairs = {words: (losses["sum", p], losses["sum+attention", p]) for p, words in ((False, "without"), (True, "with"))}
-    said = [f"{a:.3f} against {b:.3f} bits per byte {words} positions" for words, (a, b) in pairs.items()]
-    return all_less(pairs.values()), ", ".join(said)
+    texts = [f"{a:.3f} against {b:.3f} bits per byte {words} positions" for words, (a, b) in pairs.items()]
+    return all_less(pairs.values()), ", ".join(texts)
 
 
 def _positions_are_not_needed(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether language models without positions have the lower loss."""
     losses = final_losses(rows, "language")
     pairs = {norm: (losses[norm, False], losses[norm, True]) for norm in ("sum", "sum+attention")}
-    said = [f"{a:.3f} without against {b:.3f} with positions ({norm} norm)" for norm, (a, b) in pairs.items()]
-    return all_less(pairs.values()), ", ".join(said)
+    texts = [f"{a:.3f} without against {b:.3f} with positions ({norm} norm)" for norm, (a, b) in pairs.items()]
+    return all_less(pairs.values()), ", ".join(texts)
 
 
 _VALID = {key: valid for key, (valid, _) in PUBLISHED.items()}

@@ -229,15 +229,15 @@ def _sum_cannot(rows: list[Row]) -> tuple[Verdict, str]:
     at_S, at_2S = _losses(rows), _losses(rows, "best_2S")
     sizes = sorted({row["S"] for row in rows if row["S"] <= 120})
     pairs = [(losses["dpfp-1 delta", S], losses["dpfp-1 sum", S]) for losses in (at_S, at_2S) for S in sizes]
-    said = [f"{at_S['dpfp-1 delta', S]:.4f} against {at_S['dpfp-1 sum', S]:.3f} at {S} keys" for S in sizes]
-    return all_less(pairs), ", ".join(said)
+    texts = [f"{at_S['dpfp-1 delta', S]:.4f} against {at_S['dpfp-1 sum', S]:.3f} at {S} keys" for S in sizes]
+    return all_less(pairs), ", ".join(texts)
 
 
 def _memory_is_worse_than_nothing(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the Fast Weight Memory with tanh loses more than 0.5, which answering nothing does."""
     losses = {S: loss for (_, S), loss in _losses(rows).items()}
-    said = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
-    return all_hold(loss > 0.5 for loss in losses.values()), f"{said} (answering nothing: 0.5)"
+    ours = ", ".join(f"{loss:.1f} at {S} keys" for S, loss in losses.items())
+    return all_hold(loss > 0.5 for loss in losses.values()), f"{ours} (answering nothing: 0.5)"
 
 
 def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
@@ -251,7 +251,7 @@ def _published_favor_breaks(rows: list[Row]) -> tuple[Verdict, str]:
     return all_hold([broken > 0, broken_logarithms == 0]), ours
 
 
-def _said(model: str, *sizes: int) -> str:
+def _published_text(model: str, *sizes: int) -> str:
     """The paper's losses of a model at some numbers of keys, as text."""
     return ", ".join(f"{published(model, S):g} at {S} keys" for S in sizes)
 
@@ -262,7 +262,7 @@ CLAIMS = (
         "delta-overwrites",
         "When keys are written again and again, the delta rule retrieves the last value as long as "
         "there are fewer keys than features.",
-        published=f"DPFP-2 {_said('dpfp-2 delta', 200)}; ELU+1 {_said('elu+1 delta', 100, 200)}",
+        published=f"DPFP-2 {_published_text('dpfp-2 delta', 200)}; ELU+1 {_published_text('elu+1 delta', 100, 200)}",
         source="Figure 3, released logs",
         judge=_delta_overwrites,
         where=dict(model=("dpfp-2 delta", "elu+1 delta")),
@@ -271,7 +271,8 @@ CLAIMS = (
         "sum-cannot",
         "The sum rule cannot: with DPFP-1 it is worse than the delta rule at every number of keys up to "
         "120, scored at L = S and at L = 2S.",
-        published=f"delta {_said('dpfp-1 delta', 20, 60, 100)}; sum {_said('dpfp-1 sum', 20, 60, 100)}",
+        published=f"delta {_published_text('dpfp-1 delta', 20, 60, 100)}; "
+        f"sum {_published_text('dpfp-1 sum', 20, 60, 100)}",
         source="Figure 3, released logs",
         judge=_sum_cannot,
         where=dict(model=("dpfp-1 delta", "dpfp-1 sum")),
@@ -279,7 +280,7 @@ CLAIMS = (
     Claim(
         "memory-is-worse-than-nothing",
         "The Fast Weight Memory with tanh is worse than answering nothing.",
-        published=_said("tanh fwm", 20, 60),
+        published=_published_text("tanh fwm", 20, 60),
         source="Figure 3, released logs",
         judge=_memory_is_worse_than_nothing,
         where=dict(model="tanh fwm"),
@@ -297,8 +298,8 @@ CLAIMS = (
 
 def check_smoke(rows: list[Row]) -> list[str]:
     """Delta is ahead of sum, and the Fast Weight Memory worse than nothing, after 200 steps already."""
-    sum_verdict, sum_said = _sum_cannot(rows)
-    assert sum_verdict == "reproduced", sum_said
-    memory_verdict, memory_said = _memory_is_worse_than_nothing([r for r in rows if r["model"] == "tanh fwm"])
-    assert memory_verdict == "reproduced", memory_said
-    return [f"DPFP-1: delta against sum {sum_said}", f"the Fast Weight Memory: {memory_said}"]
+    sum_verdict, sum_losses = _sum_cannot(rows)
+    assert sum_verdict == "reproduced", sum_losses
+    memory_verdict, memory_losses = _memory_is_worse_than_nothing([r for r in rows if r["model"] == "tanh fwm"])
+    assert memory_verdict == "reproduced", memory_losses
+    return [f"DPFP-1: delta against sum {sum_losses}", f"the Fast Weight Memory: {memory_losses}"]

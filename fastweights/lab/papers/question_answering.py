@@ -158,24 +158,24 @@ def _near_softmax(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether every memory errs at most NEAR points more than softmax."""
     error = _errors(rows)
     memories = [model for model in error if model not in ("softmax", "lstm")]
-    said = ", ".join(f"{model} {error[model].text('.1f')}" for model in sorted(error, key=lambda m: error[m].mean))
+    ours = ", ".join(f"{model} {error[model].text('.1f')}" for model in sorted(error, key=lambda m: error[m].mean))
     verdict = all_hold(error[model].mean < error["softmax"].mean + NEAR for model in memories)
-    return verdict, f"mean error in %: {said}"
+    return verdict, f"mean error in %: {ours}"
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether the delta rule errs less than the sum rule with the same features."""
     error = _errors(rows)
     pairs = [("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum")]
-    said = "; ".join(f"{a} {error[a].text('.1f')} against {b} {error[b].text('.1f')}" for a, b in pairs)
-    return all_less((error[a].mean, error[b].mean) for a, b in pairs), f"mean error in %: {said}"
+    ours = "; ".join(f"{a} {error[a].text('.1f')} against {b} {error[b].text('.1f')}" for a, b in pairs)
+    return all_less((error[a].mean, error[b].mean) for a, b in pairs), f"mean error in %: {ours}"
 
 
 def _delta_beats_softmax(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether every memory with the delta rule errs less than softmax."""
     error = _errors(rows)
-    said = ", ".join(f"{model} {error[model].mean:.1f}" for model in (*DELTA, "softmax"))
-    return all_less((error[model].mean, error["softmax"].mean) for model in DELTA), f"mean error in %: {said}"
+    ours = ", ".join(f"{model} {error[model].mean:.1f}" for model in (*DELTA, "softmax"))
+    return all_less((error[model].mean, error["softmax"].mean) for model in DELTA), f"mean error in %: {ours}"
 
 
 # Two that reviewers of the paper proposed, and one of our own

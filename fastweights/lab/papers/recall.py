@@ -191,8 +191,8 @@ def _attention_recalls_all(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether attention recalls over 0.9 of the largest number of pairs at every width."""
     most = max(r["tested"] for r in rows)
     shares = averages([r for r in at_best_rates(rows) if r["tested"] == most], ("width",), "accuracy")
-    said = [f"{share.text('.2f')} of {most} pairs at width {width}" for (width,), share in sorted(shares.items())]
-    return all_hold(share.mean > 0.9 for share in shares.values()), ", ".join(said)
+    texts = [f"{share.text('.2f')} of {most} pairs at width {width}" for (width,), share in sorted(shares.items())]
+    return all_hold(share.mean > 0.9 for share in shares.values()), ", ".join(texts)
 
 
 def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
@@ -200,22 +200,22 @@ def _memories_need_width(rows: list[Row]) -> tuple[Verdict, str]:
     share = _recalled(rows)
     widths = sorted({width for width, _ in share})
     named = [model for model in (*DELTA, *SUM) if (widths[0], model) in share]
-    said = ", ".join(f"{model} {' '.join(f'{share[width, model]:.2f}' for width in widths)}" for model in named)
+    ours = ", ".join(f"{model} {' '.join(f'{share[width, model]:.2f}' for width in widths)}" for model in named)
     pairs = [(share[widths[0], model], share[widths[-1], model]) for model in named]
-    return all_less(pairs), f"at widths {', '.join(map(str, widths))}: {said}"
+    return all_less(pairs), f"at widths {', '.join(map(str, widths))}: {ours}"
 
 
 def _delta_beats_sum(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether delta recalls more than sum, for three pairs of models with similar features, at every width."""
     share = _recalled(rows)
     widths = sorted({width for width, _ in share})
-    pairs, said = [], []
+    pairs, texts = [], []
     for delta, total in (("elu-delta", "linear"), ("dpfp-delta", "dpfp-sum"), ("delta", "retnet")):
         compared = [(share[width, total], share[width, delta]) for width in widths]
         ahead = sum(a < b for a, b in compared)
-        said.append(f"{delta} ahead of {total} at {ahead} of {len(widths)} widths")
+        texts.append(f"{delta} ahead of {total} at {ahead} of {len(widths)} widths")
         pairs += compared
-    return all_less(pairs), "; ".join(said)
+    return all_less(pairs), "; ".join(texts)
 
 
 # Two of the paper's Figure 2, and the question that stands behind the delta rule

@@ -208,7 +208,7 @@ def _shares(rows: list[Row], length: str = "tested") -> dict[tuple, Average]:
     return averages([row for row in rows if row["tokens"] == row[length]], ("group", "writes", "model"), "accuracy")
 
 
-def _texts(shares: dict[tuple, Average]) -> str:
+def _text(shares: dict[tuple, Average]) -> str:
     """Shares by group and model, as text."""
     models = [f"{group} n={writes}" if model == "delta" else f"{group} {model}" for group, writes, model in shares]
     return "; ".join(f"{name} {share.text('.2f')}" for name, share in zip(models, shares.values(), strict=True))
@@ -217,12 +217,12 @@ def _texts(shares: dict[tuple, Average]) -> str:
 def _none_solves(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether no seed of any model gives SOLVED of the products of the longest words."""
     shares = _shares(rows)
-    return all_hold(share.highest < SOLVED for share in shares.values()), _texts(shares)
+    return all_hold(share.highest < SOLVED for share in shares.values()), _text(shares)
 
 
 def _each_solves(shares: dict[tuple, Average]) -> tuple[Verdict, str]:
     """Whether the best seed of each model gives SOLVED of the products."""
-    return all_hold(share.highest >= SOLVED for share in shares.values()), _texts(shares)
+    return all_hold(share.highest >= SOLVED for share in shares.values()), _text(shares)
 
 
 def _enough_writes(rows: list[Row], length: str = "tested") -> dict[tuple, Average]:
@@ -302,8 +302,8 @@ def check_smoke(rows: list[Row]) -> list[str]:
     shares = {(r["model"], r["writes"], r["beta_max"]): r["accuracy"] for r in rows if r["tokens"] == r["tested"]}
     reflecting = shares.pop(("delta", 2, 2.0))
     others = max(shares.values())
-    said = f"two writes with rates up to 2 give {reflecting:.2f} of S3's products; expected {SOLVED}"
-    assert reflecting > SOLVED, said
+    message = f"two writes with rates up to 2 give {reflecting:.2f} of S3's products; expected {SOLVED}"
+    assert reflecting > SOLVED, message
     assert others < SOLVED, f"of models that cannot track S3 one gives {others:.2f}"
     return [
         f"two writes that reflect give {reflecting:.2f} of S3's products at twice the length of training, "

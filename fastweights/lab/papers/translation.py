@@ -187,14 +187,14 @@ def _deterministic_is_near(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether every map without randomness is at most WITHIN points behind softmax."""
     bleu = _bleu(rows)
     behind = [bleu["softmax"].mean - bleu[kind].mean for kind in bleu if kind != "softmax"]
-    return all_hold(gap <= WITHIN for gap in behind), _texts(bleu)
+    return all_hold(gap <= WITHIN for gap in behind), _text(bleu)
 
 
 def _favor_needs_more(rows: list[Row]) -> tuple[Verdict, str]:
     """Whether FAVOR+ is behind maps with fewer features, and gains by more."""
     bleu = _bleu(rows)
     pairs = [("favor-32", "elu+1"), ("favor-32", "favor-128"), ("favor-128", "dpfp-2")]
-    return all_less((bleu[a].mean, bleu[b].mean) for a, b in pairs), _texts(bleu)
+    return all_less((bleu[a].mean, bleu[b].mean) for a, b in pairs), _text(bleu)
 
 
 def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
@@ -205,12 +205,12 @@ def _softmax_leads(rows: list[Row]) -> tuple[Verdict, str]:
     return all_less((x, softmax) for x in bleu.values()), f"{softmax:.1f} against {bleu[best]:.1f} ({best})"
 
 
-def _texts(bleu: dict[str, Average]) -> str:
+def _text(bleu: dict[str, Average]) -> str:
     """BLEU by kind, as text."""
     return ", ".join(f"{kind} {score.text('.1f')}" for kind, score in bleu.items())
 
 
-def _said(*kinds: str) -> str:
+def _published_text(*kinds: str) -> str:
     """The paper's BLEU of some kinds, as text."""
     return ", ".join(f"{kind} {PUBLISHED[kind]}" for kind in kinds)
 
@@ -220,7 +220,7 @@ CLAIMS = (
     Claim(
         "deterministic-is-near",
         "Linear attention with deterministic features (ELU+1, DPFP) comes within about a BLEU point of softmax.",
-        published=_said("softmax", "elu+1", "dpfp-2"),
+        published=_published_text("softmax", "elu+1", "dpfp-2"),
         source="Table 1, WMT14",
         judge=_deterministic_is_near,
         where=dict(kind=("softmax", "elu+1", "dpfp-1", "dpfp-2")),
@@ -228,7 +228,7 @@ CLAIMS = (
     Claim(
         "favor-needs-more",
         "FAVOR+ needs many more features: with 64 it is behind ELU+1, with 256 still behind DPFP-2.",
-        published=_said("favor-32", "favor-128", "elu+1", "dpfp-2"),
+        published=_published_text("favor-32", "favor-128", "elu+1", "dpfp-2"),
         source="Table 1, WMT14",
         judge=_favor_needs_more,
         where=dict(kind=("favor-32", "favor-128", "elu+1", "dpfp-2")),
@@ -236,7 +236,7 @@ CLAIMS = (
     Claim(
         "softmax-leads",
         "Softmax is ahead of every feature map of at most 256 features.",
-        published=_said("softmax", "dpfp-2"),
+        published=_published_text("softmax", "dpfp-2"),
         source="Table 1, WMT14",
         judge=_softmax_leads,
     ),
@@ -246,6 +246,6 @@ CLAIMS = (
 def check_smoke(rows: list[Row]) -> list[str]:
     """Made-up sentences of six words are learned: a BLEU above 5."""
     bleu = {kind: bleu.mean for kind, bleu in _bleu(rows).items()}
-    said = ", ".join(f"{kind} {score:.1f}" for kind, score in bleu.items())
-    assert min(bleu.values()) > 5, f"BLEU {said}: sentences of six words were not learned"
-    return [f"BLEU of made-up sentences: {said}"]
+    text = ", ".join(f"{kind} {score:.1f}" for kind, score in bleu.items())
+    assert min(bleu.values()) > 5, f"BLEU {text}: sentences of six words were not learned"
+    return [f"BLEU of made-up sentences: {text}"]

@@ -156,10 +156,10 @@ def wrong_answers(
         device: "cpu" or "cuda".
     """
     model.eval()
-    wrong, asked = np.zeros(len(TASKS) + 1), np.zeros(len(TASKS) + 1)  # by task; 0 is padding
+    wrong, questions = np.zeros(len(TASKS) + 1), np.zeros(len(TASKS) + 1)  # by task; 0 is padding
     for words, labels, tasks in batches(stories.test, stories, tokens):
         with autocast(device):
             answers = answer_logits(torch.from_numpy(words).to(device)).argmax(-1).cpu().numpy()
         np.add.at(wrong, tasks, ((answers != labels) & (labels >= 0)).sum(1))
-        np.add.at(asked, tasks, (labels >= 0).sum(1))
-    return {task: float(wrong[task] / asked[task]) for task in range(1, len(TASKS) + 1) if asked[task]}
+        np.add.at(questions, tasks, (labels >= 0).sum(1))
+    return {task: float(wrong[task] / questions[task]) for task in range(1, len(TASKS) + 1) if questions[task]}

@@ -55,10 +55,10 @@ class Task:
         """
         B, L, A = keys.shape
         position = torch.randint(L, (B, 1, A), device=keys.device)
-        asked = keys.gather(1, position)
+        query_keys = keys.gather(1, position)
         order = torch.arange(1, L + 1, device=keys.device)[:, None]
-        last = ((keys == asked) * order).argmax(1, keepdim=True)
-        return asked[:, 0], values.gather(1, last)[:, 0]
+        last = ((keys == query_keys) * order).argmax(1, keepdim=True)
+        return query_keys[:, 0], values.gather(1, last)[:, 0]
 
     def all_questions(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A question for each of the first N keys, at most QUESTIONS.
@@ -72,6 +72,6 @@ class Task:
         """
         N = min(self.keys, QUESTIONS)
         order = torch.arange(1, keys.shape[1] + 1, device=keys.device)[:, None, None]
-        asked = torch.arange(N, device=keys.device)[:, None]
-        last = ((keys[:, :, None] == asked) * order).amax(1)  # (B, N, A), counted from 1; 0 where the key is absent
-        return asked.expand_as(last), values.gather(1, (last - 1).clamp(min=0)), last > 0
+        query_keys = torch.arange(N, device=keys.device)[:, None]
+        last = ((keys[:, :, None] == query_keys) * order).amax(1)  # (B, N, A), from 1 on; 0 where absent
+        return query_keys.expand_as(last), values.gather(1, (last - 1).clamp(min=0)), last > 0

@@ -82,7 +82,7 @@ class Model:
     """A copies of a model that writes pairs into a memory and reads it with a key, and their optimiser.
 
     Args:
-        task: what is asked.
+        task: that the models learn.
         features: a feature map of the library, "softmax" (no memory: attention over all pairs) or "tanh".
         rule: "sum", "delta" or "fwm", the rule of the Fast Weight Memory (Schlag 2021, ICLR): the delta rule, the
             memory scaled back to norm 1 after each write, and layer norm after reading.
@@ -259,16 +259,16 @@ class Model:
                 memory = memory / memory.flatten(1).norm(dim=-1).clamp(min=1.0)[:, None, None]
         return memory.view(B, A, K, S)
 
-    def read(self, memory: Tensor, z: Tensor | None, asked: Tensor, directions: Tensor | None) -> Tensor:
+    def read(self, memory: Tensor, z: Tensor | None, query_keys: Tensor, directions: Tensor | None) -> Tensor:
         """Answers (B, N, A, S).
 
         Args:
             memory: (B, A, K, S), of `write`.
             z: (B, A, K), of `write`, or None.
-            asked: (B, N, A), the keys that are asked for.
+            query_keys: (B, N, A), the keys that are asked for.
             directions: FAVOR+'s, or None.
         """
-        q = self.phi(self.project_queries(asked), directions, query=True)
+        q = self.phi(self.project_queries(query_keys), directions, query=True)
         y = torch.einsum("bnak,baks->bnas", q, memory)
         if self.rule == "fwm":
             return F.layer_norm(y, y.shape[-1:])
@@ -280,28 +280,28 @@ class Model:
             return y / (total + EPS)
         return y / total.clamp(min=1e-30)
 
-    def attend(self, keys: Tensor, values: Tensor, asked: Tensor, directions: Tensor | None) -> Tensor:
+    def attend(self, keys: Tensor, values: Tensor, query_keys: Tensor, directions: Tensor | None) -> Tensor:
         """The answers (B, N, A, S) of `write` and `read`, as sums of the one-hot values by the weight of each pair.
 
         Args:
             keys, values: (B, L, A), of the pairs.
-            asked: (B, N, A), the keys that are asked for; N = 1 for the delta rule.
+            query_keys: (B, N, A), the keys that are asked for; N = 1 for the delta rule.
             directions: FAVOR+'s, or None.
         """
         if self.rule == "delta":
-            weights = self._delta_weights(keys, values, asked, directions)
+            weights = self._delta_weights(keys, values, query_keys, directions)
         elif self.features == "softmax":
             k = self.project_keys(keys, values)
-            weights = torch.einsum("bnad,blad->bnal", self.project_queries(asked), k * D**-0.5).softmax(-1)
+            weights = torch.einsum("bnad,blad->bnal", self.project_queries(query_keys), k * D**-0.5).softmax(-1)
         else:
-            q = self.phi(self.project_queries(asked), directions, query=True)
+            q = self.phi(self.project_queries(query_keys), directions, query=True)
             k = self.phi(self.project_keys(keys, values), directions, query=False)
             weights = torch.einsum("bnak,blak->bnal", q, k)
             weights = self._divide(weights, weights.sum(-1, keepdim=True))
         index = values.transpose(1, 2)[:, None].expand(*weights.shape)
         return torch.zeros(*weights.shape[:3], self.task.keys, device=keys.device).scatter_add(-1, index, weights)
 
-    def _delta_weights(self, keys: Tensor, values: Tensor, asked: Tensor, directions: Tensor | None) -> Tensor:
+    def _delta_weights(self, keys: Tensor, values: Tensor, query_keys: Tensor, directions: Tensor | None) -> Tensor:
         """Weights (B, 1, A, L) of the pairs in what one query per sequence reads from a memory of the delta rule.
 
         With transitions M_i = I - beta_i k_i k_i^T the memory is S = sum_i M_L ... M_{i+1} beta_i k_i v_i^T, so the
@@ -310,7 +310,7 @@ class Model:
         retrieves its weight, and removes it.
 
         Args:
-            keys, values, asked, directions: as for `attend`, N = 1.
+            keys, values, query_keys, directions: as for `attend`, N = 1.
         """
         divides = _divides(self.config.norm)
         if not divides:  # the order matters to z alone, and whole numbers are less work to reverse than keys
@@ -326,24 +326,24 @@ class Model:
         )
         if divides:
             k, beta = k.flip(1), beta.flip(1)
-        q = self.phi(self.project_queries(asked), directions, query=True)[:, 0]
+        q = self.phi(self.project_queries(query_keys), directions, query=True)[:, 0]
         zeros = torch.zeros_like(k[..., :1])
         o, _ = fast_weight(k, k, zeros, beta=beta, state=q[..., None], read="before", method="chunked")
         weights = (o[..., 0] * beta).flip(1).transpose(1, 2)[:, None]
         return self._divide(weights, (q * z).sum(-1)[:, None, :, None]) if divides else weights
 
-    def loss(self, keys: Tensor, values: Tensor, asked: Tensor, answers: Tensor) -> Tensor:
+    def loss(self, keys: Tensor, values: Tensor, query_keys: Tensor, answers: Tensor) -> Tensor:
         """The loss (A,) of each copy, mean over its sequences, with one question for each.
 
         Args:
             keys, values: (B, L, A), of the pairs.
-            asked, answers: (B, A), a key and its value.
+            query_keys, answers: (B, A), a key and its value.
         """
         directions = self.draw_directions()
         if self.rule == "fwm":
-            y = self.read(*self.write(keys, values, directions), asked[:, None], directions)[:, 0]
+            y = self.read(*self.write(keys, values, directions), query_keys[:, None], directions)[:, 0]
         else:
-            y = self.attend(keys, values, asked[:, None], directions)[:, 0]
+            y = self.attend(keys, values, query_keys[:, None], directions)[:, 0]
         return 0.5 * (y - self.one_hot[answers]).square().sum(-1).mean(0)
 
     def step(self) -> None:
@@ -355,12 +355,12 @@ class Model:
     def score(self, L: int) -> Tensor:
         """The loss (A,) of each copy on fresh sequences of L pairs, mean over all keys that occur."""
         keys, values = self.task.sequences(SCORED, L, self.copies, self.device)
-        asked, answers, occurs = self.task.all_questions(keys, values)
+        query_keys, answers, occurs = self.task.all_questions(keys, values)
         directions = self.draw_directions()
         if self.features == "softmax":
-            y = self.attend(keys, values, asked, directions)
+            y = self.attend(keys, values, query_keys, directions)
         else:
-            y = self.read(*self.write(keys, values, directions), asked, directions)
+            y = self.read(*self.write(keys, values, directions), query_keys, directions)
         error = 0.5 * (y - self.one_hot[answers]).square().sum(-1) * occurs
         return (error.sum(1) / occurs.sum(1)).mean(0)
 

@@ -34,11 +34,11 @@ def sequences(A: int, B: int, device: str) -> tuple[Tensor, Tensor]:
     """
     letters = torch.rand(A, B, LETTERS, device=device).argsort(-1)[..., :PAIRS]
     digits = torch.randint(DIGITS, (A, B, PAIRS), device=device)
-    asked = torch.randint(PAIRS, (A, B, 1), device=device)
+    pair = torch.randint(PAIRS, (A, B, 1), device=device)  # the pair that is asked for
     pairs = torch.stack([letters, digits + LETTERS], -1).flatten(-2)
     question_marks = torch.full_like(letters[..., :2], VOCABULARY - 1)
-    symbols = torch.cat([pairs, question_marks, letters.gather(-1, asked)], -1)
-    return symbols, digits.gather(-1, asked)[..., 0]
+    symbols = torch.cat([pairs, question_marks, letters.gather(-1, pair)], -1)
+    return symbols, digits.gather(-1, pair)[..., 0]
 
 
 class LSTM(nn.Module):

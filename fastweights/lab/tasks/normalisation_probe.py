@@ -33,8 +33,8 @@ class ProbedModel(Model):
         and largest gain of the writes.
         """
         keys, values = self.task.sequences(20, self.task.length, self.copies, self.device)
-        asked, answers, occurs = self.task.all_questions(keys, values)
-        y, v = self.read(*self.write(keys, values, None), asked, None), self.one_hot[answers]
+        query_keys, answers, occurs = self.task.all_questions(keys, values)
+        y, v = self.read(*self.write(keys, values, None), query_keys, None), self.one_hot[answers]
         size = y.norm(dim=-1)
 
         def mean(x: Tensor) -> Tensor:

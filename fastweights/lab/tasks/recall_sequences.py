@@ -33,11 +33,11 @@ def sequences(rows: int, pairs: Tensor, most: int, vocab: int, generator: torch.
     used = torch.arange(most, device=device) < pairs[:, None]  # (rows, most): whether there is such a pair
     stored = torch.stack([keys, values], 2).where(used[..., None], 0).flatten(1)
     slots = random(most).argsort(1)  # each key has a slot of two tokens, so all fit however many pairs there are
-    asked = torch.zeros_like(stored)
+    repeated = torch.zeros_like(stored)
     labels = torch.full_like(stored, -1)
-    asked.scatter_(1, 2 * slots, keys.where(used, 0))
+    repeated.scatter_(1, 2 * slots, keys.where(used, 0))
     labels.scatter_(1, 2 * slots, values.where(used, -1))
-    return torch.cat([stored, asked], 1), torch.cat([torch.full_like(stored, -1), labels], 1)
+    return torch.cat([stored, repeated], 1), torch.cat([torch.full_like(stored, -1), labels], 1)
 
 
 def question_places(tokens: Tensor) -> slice:
@@ -74,15 +74,15 @@ def accuracy(model: LanguageModel, pairs: int, most: int, vocab: int, generator:
         device: "cpu" or "cuda".
     """
     model.eval()
-    right = asked = 0.0
+    right = questions = 0.0
     for _ in range(TESTED // BATCH):
         tokens, labels = sequences(BATCH, torch.full((BATCH,), pairs, device=device), most, vocab, generator)
         labels = labels[:, question_places(labels)]
         with autocast(device):
             answers = answer_logits(model, tokens).argmax(-1)
         right += float((answers == labels).sum())
-        asked += float((labels >= 0).sum())
-    return right / asked
+        questions += float((labels >= 0).sum())
+    return right / questions
 
 
 def state_size(model: LanguageModel) -> int:
