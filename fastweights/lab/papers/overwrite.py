@@ -24,7 +24,7 @@ from fastweights.lab.engine.results import Arm, Row
 
 
 class Kind(NamedTuple):
-    """Arguments of a retrieval model (tasks/key_value_retrieval.py)."""
+    """Arguments of `tasks.key_value_retrieval.Model`, which says what they mean."""
 
     features: str
     rule: str
