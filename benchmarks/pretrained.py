@@ -24,11 +24,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fastweights.files import write_json
 from fastweights.hf import attach, load_attached, save_attached, scoring
 from fastweights.hf.body import down_projections
 from fastweights.hf.head_training import Adapting, HeadTrainer
 from fastweights.hf.loading import load_model, read_file, row_of
 from fastweights.lab.engine.plotting import INK, PALETTE, figure
+from fastweights.torch import graphs
 
 STATIC, DYNAMIC = "static", "dynamic"
 NAMES = {"chesterton-brown.txt": "Father Brown", "milton-paradise.txt": "Paradise Lost"}
@@ -115,7 +117,8 @@ def score(given):
 
 
 def measure(given):
-    """Seconds and peak memory of each mode on the first file; the modes take turns."""
+    """Seconds and peak memory of each mode on the first file; the modes take turns, and the graphs of all are kept."""
+    graphs.MOST = 16 * len(given.modes)
     model, tokenizer, reading = prepared(given)
     texts = texts_of(tokenizer, given, given.files[:1])
     seconds, peaks, states = defaultdict(list), {}, {}
@@ -125,13 +128,16 @@ def measure(given):
             if round:
                 seconds[mode].append(found.seconds)
             peaks[mode], states[mode] = found.peak_bytes / 2**20, found.state_bytes / 2**20
-    static = np.array(seconds[STATIC])
+    static, found = np.array(seconds[STATIC]), {}
     for mode, spent in seconds.items():
         ratio = float(np.median(np.array(spent) / static))
+        found[mode] = dict(seconds=spent, of_static=ratio, peak_MiB=peaks[mode], state_MiB=states[mode])
         line = [given.window, given.prefix + mode, len(texts[0].tokens), f"{np.median(spent):.4f}", f"{ratio:.3f}",
                 f"{peaks[mode]:.0f}", f"{states[mode]:.1f}"]  # fmt: skip
         add_lines(given.out, ["window", "mode", "tokens", "seconds", "of_static", "peak_MiB", "state_MiB"], [line])
         print(*line, flush=True)
+    if given.json:
+        write_json(given.json, dict(window=given.window, tokens=len(texts[0].tokens), modes=found))
 
 
 def lines_of(place, pattern):
@@ -216,6 +222,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out.csv"))
+    parser.add_argument("--json", type=Path, help="file for what time measured")
     parser.add_argument("--tf32", action="store_true", help="products of float32 in TF32")
     given = parser.parse_args()
     torch.set_float32_matmul_precision("high" if given.tf32 else "highest")

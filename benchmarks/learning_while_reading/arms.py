@@ -264,7 +264,7 @@ class Scorer:
             made = "cache-" * cache + f"output-{refresh}" + "-trained" * trained
             yield made, lambda r=refresh, t=trained, c=cache: self.with_output(r, t, c)
         for which in ("block", "output", "both", "all"):
-            for rule in ("sgd", "rms"):
+            for rule in ("rms", "sgd"):
                 yield f"dynamic-{which}-{rule}", lambda r=rule, w=which: self.dynamic(r, w)
 
     def not_learning(self, name, block):

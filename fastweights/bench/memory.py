@@ -114,7 +114,7 @@ def run(
         cases: what to compute.
         repeats: samples per contestant.
         methods: ours; all but the loop over tokens when empty.
-        only: these peers alone; all that are installed when empty.
+        only: these peers alone, or "none"; all that are installed when empty.
         softmax: also time causal softmax attention, which is another function.
         advance: moves the progress bar, by two steps per case.
         tell: called with the results so far when a case has been timed.
@@ -168,7 +168,7 @@ def enter(
     Returns:
         The contestants, and {name: reason} of those left out.
     """
-    names = [peer.name for peer in peers.PEERS]
+    names = [*(peer.name for peer in peers.PEERS), "none"]
     for name in only:
         if name not in names:
             raise FastWeightError(f"--peer is {name!r}; expected one of {', '.join(names)}")

@@ -41,7 +41,8 @@ def memory(
     decay: Decays = None,
     method: Methods = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Peer to time, such as FLA; repeatable. All installed when absent.")
+        list[str] | None,
+        typer.Option(help="Peer to time, such as FLA, or none; repeatable. All installed when absent."),
     ] = None,
     device: On = Device.cpu,
     dtype: Inputs = None,
