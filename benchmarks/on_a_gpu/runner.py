@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS, LOG = "results.json", "log.txt"
 KEPT = 200_000  # characters of what a job printed that the log gets: the last ones
 DONE = "done"
+GRACE = 30  # seconds that a job has past twice its time
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "COLUMNS": "120",
@@ -70,7 +71,7 @@ class Running:
     def over(self, stop: float) -> bool:
         """Whether it has ended, or must be: at its limit, or when the time of the whole call is over (stop)."""
         ended = self.process is None or self.process.poll() is not None
-        limit = self.job.seconds if self.name.startswith(READY) else 2 * self.job.seconds + 30
+        limit = self.job.seconds if self.name.startswith(READY) else 2 * self.job.seconds + GRACE
         return ended or time.monotonic() > min(stop, self.began + limit)
 
     def kill(self) -> None:
