@@ -86,13 +86,18 @@ def test_one_job_costs_the_others_nothing(jobs, tmp_path):
 
 
 def test_a_job_ends_with_the_call_and_its_numbers_are_kept(jobs, tmp_path):
-    jobs["slow"] = python("import sys, time; open(sys.argv[1], 'w').write('8'); time.sleep(300)", 2)
+    part = "(path.parent / '.slow.1.part.json').write_text('9')"  # as a file is written whole, or not at all
+    write = (
+        f"import pathlib, sys, time; path = pathlib.Path(sys.argv[1]); path.write_text('8'); {part}; time.sleep(300)"
+    )
+    jobs["slow"] = python(write, 2)
     runner.GRACE = 300
     began = time.monotonic()
     found = runner.run(["slow"], tmp_path, 4 / 60, NOTHING)
     assert time.monotonic() - began < 30
-    assert ended(found) == {"slow": "ended by its limit"}
+    assert ended(found) == {"slow": "ended with the call"}
     assert found["slow"]["numbers"] == 8
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "log.txt"}
 
 
 def test_results_are_on_disk_before_the_slowest_of_those_side_by_side_ends(jobs, tmp_path):
@@ -127,6 +132,7 @@ def test_what_was_not_brought_along_is_left_out(jobs, tmp_path):
         "model": Job("-c pass MODEL", 60),
         "text": Job("-c pass TEXT", 60),
         "peer": python("import absent_peer; print(absent_peer.__file__)", needs="absent_peer"),
+        "apart": python("import absent_peer"),
         "word": Job("-c 'import sys; print(sys.argv[1:])' MODEL STDLIB/os.py", 60),
     }
     found = runner.run(["model", "text", "peer"], tmp_path / "a", 60, NOTHING)
@@ -141,18 +147,26 @@ def test_what_was_not_brought_along_is_left_out(jobs, tmp_path):
     brought = {word: tmp_path / word.lower() for word in NOTHING}
     found = runner.run(jobs, tmp_path / "b", 60, brought)
     assert found.pop("text")["how"].startswith(f"left out: {tmp_path / 'text'} has no pages.npz, which")
-    assert ended(found) == {"model": "done", "peer": "done", "word": "done"}
+    assert ended(found) == {"model": "done", "peer": "done", "apart": "failed, exit code 1", "word": "done"}
     log = (tmp_path / "b" / "log.txt").read_text()
     assert str(tmp_path / "peers" / "absent_peer.py") in log
     assert str([str(tmp_path / "model"), os.__file__]) in log
 
 
 def test_a_module_runs_once_its_imports_are_done(jobs, tmp_path):
-    """Alone and by -m: it waits in a process of its own, and is run as `python -m` does."""
+    """Alone and by -m: it waits in a process of its own, and is run as `python -m` does; nothing is timed meanwhile."""
     (tmp_path / "in.json").write_text("[1]")
-    jobs |= {"copy": Job(f"-m json.tool {tmp_path / 'in.json'} JSON", 60), "none": Job("-m no_such_module", 60)}
+    others = "*(path.read_text() for path in pathlib.Path(sys.argv[1]).parent.glob('*.log'))"
+    see = f"import pathlib, sys; print('others:', {others})"
+    jobs |= {
+        "first": python(see),
+        "copy": Job(f"-m json.tool {tmp_path / 'in.json'} JSON", 60),
+        "none": Job("-m no_such_module", 60),
+    }
     found = runner.run(jobs, tmp_path / "out", 60, NOTHING)
-    assert ended(found) == {"copy": "done", "none": "failed, exit code 1"}
+    assert ended(found) == {"first": "done", "copy": "done", "none": "failed, exit code 1"}
+    (seen,) = (part for part in (tmp_path / "out" / "log.txt").read_text().split("=====") if "others:" in part)
+    assert seen.count("imports done") == 2
     assert found["copy"]["numbers"] == [1]
     assert "No module named no_such_module" in (tmp_path / "out" / "log.txt").read_text()
 
@@ -232,7 +246,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
         return capsys.readouterr().err
 
     monkeypatch.setattr(command, "has_gpu", lambda: False)
-    assert "CUDA's driver finds no GPU here" in says(tmp_path / "new")
+    assert "PyTorch finds no GPU here" in says(tmp_path / "new")
     assert not (tmp_path / "new").exists()
     assert "no job is called train-9x9; expected some of kernels" in says(tmp_path, "train-9x9")
     assert "--model" in says(tmp_path, "--model", tmp_path / "absent")

@@ -13,8 +13,8 @@ In calls of ten minutes on an H200, each of which ends by itself; what is done i
 
 Jobs that need something brought along are left out without it: --peers, a folder of modules in pure Python, such as
 flash-linear-attention (`fla`) and what it imports; --model, a pretrained model as `transformers` saves it, or a GGUF
-file; --text, a folder in which `benchmarks/learning_while_reading prepare` has put the pages of enwik8 (--bytes
-42000000), and in which the bodies that are trained there keep their weights.
+file (whose reader, `gguf`, may be among the peers); --text, a folder in which `benchmarks/learning_while_reading
+prepare` has put the pages of enwik8 (--bytes 42000000), and in which the bodies that are trained keep their weights.
 
 Jobs that do not need the GPU to themselves run side by side; each timing has it alone, its imports done before. A job
 that fails, hangs or takes twice as long as it should costs the others nothing. FOLDER/results.json has what every job
@@ -36,12 +36,16 @@ from benchmarks.on_a_gpu.jobs import CALLS, JOBS, READY
 
 
 def has_gpu() -> bool:
-    """Whether CUDA's driver finds a GPU; asked without PyTorch, whose import takes seconds."""
+    """Whether there is one. CUDA's driver is asked first, since PyTorch takes seconds to import."""
     try:
         driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0:
+            return True
     except (OSError, AttributeError):
-        return False
+        pass
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def show(found: runner.Found) -> None:
@@ -94,7 +98,7 @@ def main() -> None:
             parser.error(f"--{word.lower()} {path} does not exist")
         brought[word] = path and path.absolute()
     if not has_gpu():
-        parser.error("CUDA's driver finds no GPU here; expected one")
+        parser.error("PyTorch finds no GPU here; expected one that CUDA sees")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; what was done is kept"))
     names = list(dict.fromkeys(n for name in asked.jobs or CALLS for n in CALLS.get(name, [name])))
     found = runner.run(names, asked.folder, asked.minutes, brought, asked.again)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.on_a_gpu.jobs import JOBS, READY, Job
+from benchmarks.on_a_gpu.waiting import IMPORTED
 
 ROOT = Path(__file__).parents[2]
 RESULTS, LOG = "results.json", "log.txt"
@@ -45,7 +46,8 @@ class Running:
         words: dict[str, Any] = {"JSON": self.numbers.absolute(), "SCRATCH": self.scratch} | brought
         words["STDLIB"] = sysconfig.get_path("stdlib")
         self.command = [_filled(part, words) for part in shlex.split(job.arguments)]
-        path = [ROOT, brought.get("PEERS"), os.environ.get("PYTHONPATH")]
+        others = job.needs or "MODEL" in job.arguments  # other jobs run as if there were no peers
+        path = [ROOT, brought.get("PEERS") if others else None, os.environ.get("PYTHONPATH")]
         self.environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(str(x) for x in path if x)}
         self.process: subprocess.Popen | None = None
         if job.alone and self.command[0] == "-m":
@@ -71,8 +73,17 @@ class Running:
     def over(self, stop: float) -> bool:
         """Whether it has ended, or must be: at its limit, or when the time of the whole call is over (stop)."""
         ended = self.process is None or self.process.poll() is not None
-        limit = self.job.seconds if self.name.startswith(READY) else 2 * self.job.seconds + GRACE
-        return ended or time.monotonic() > min(stop, self.began + limit)
+        return ended or time.monotonic() > min(stop, self.began + self.limit)
+
+    @property
+    def limit(self) -> int:
+        """Seconds after which it is ended."""
+        return self.job.seconds if self.name.startswith(READY) else 2 * self.job.seconds + GRACE
+
+    def imports(self) -> bool:
+        """Whether it waits, or will, and its imports are not done yet."""
+        waits = self.process is not None and self.process.poll() is None
+        return waits and IMPORTED not in self.output.read_text(errors="replace")
 
     def kill(self) -> None:
         """End it and the processes it started, whatever they do, and remove its scratch folder."""
@@ -82,14 +93,16 @@ class Running:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        for path in (self.output, self.numbers):
+        left = self.numbers.parent.glob(f".{self.name}.*.part*")  # numbers that it was writing
+        for path in (self.output, self.numbers, *left):
             path.unlink(missing_ok=True)
 
     def end(self, log: Path) -> dict[str, Any]:
         """Its results, now that it has ended or its time is over; its output goes to the end of `log`."""
         code = None if self.process is None else self.process.poll()
         seconds = time.monotonic() - self.began
-        how = "ended by its limit" if code is None else DONE if code == 0 else f"failed, exit code {code}"
+        over = "ended by its limit" if seconds > self.limit else "ended with the call"
+        how = over if code is None else DONE if code == 0 else f"failed, exit code {code}"
         printed = self.output.read_text(errors="replace")[-KEPT:]
         with open(log, "a") as f:
             f.write(f"\n===== {self.name}: {how} after {seconds:.0f} s\n\n{printed}")
@@ -168,6 +181,8 @@ def run(
                 for name in group:
                     _leave_out(found, name, f"no time: {left:.0f} s were left, and it needs {needed(group)}")
                 continue
+            while JOBS[group[0]].alone and any(one.imports() for one in waiting.values()) and time.monotonic() < stop:
+                time.sleep(0.1)  # or the first timing would have these imports beside it
             print(f"{', '.join(group)} ...", flush=True)
             _finish([waiting.pop(n, None) or Running(n, JOBS[n], folder, brought) for n in group], stop, keep)
     finally:
