@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.on_a_gpu import __main__ as command
 from benchmarks.on_a_gpu import aims, runner
@@ -245,6 +246,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
         assert stop.value.code == 2
         return capsys.readouterr().err
 
+    assert command.has_gpu() == torch.cuda.is_available()
     monkeypatch.setattr(command, "has_gpu", lambda: False)
     assert "PyTorch finds no GPU here" in says(tmp_path / "new")
     assert not (tmp_path / "new").exists()
