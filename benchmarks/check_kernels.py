@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import kernel_branches
 from fastweights import core
+from fastweights.bench import machine
 from fastweights.core import Inputs, Spec
 from fastweights.files import write_json
 from fastweights.torch import fast_weight, methods
@@ -304,7 +305,10 @@ def quick(calls=None):
 
 
 def run(job):
-    """Run one check and say how it went; (its name, why it failed or "", the share of what is allowed that it errs)."""
+    """Run one check and say how it went.
+
+    Returns its name, why it failed or nothing, the share of what is allowed that it errs, and its seconds.
+    """
     check, case = job
     began, what, share, bad = time.perf_counter(), f"{check.__name__} {case}", 0.0, ""
     try:
@@ -317,8 +321,9 @@ def run(job):
             how = f"{share:5.2f} of allowed in {name:10s} ({error:.1e})"
     except Exception as error:  # one check that breaks is no reason to leave out the others
         how, bad = "", f"{type(error).__name__}: {error}"
-    print("FAIL" if bad else "ok  ", how, f"{time.perf_counter() - began:5.1f} s", what, bad, flush=True)
-    return what, bad, share
+    seconds = time.perf_counter() - began
+    print("FAIL" if bad else "ok  ", how, f"{seconds:5.1f} s", what, bad, flush=True)
+    return what, bad, share, seconds
 
 
 def chosen(few):
@@ -350,18 +355,24 @@ def main():
         print(f"chosen after {time.perf_counter() - began:.0f} s", flush=True)
         for result in pool.imap_unordered(run, some):
             done.append(result)
+            found = summary(done, len(some), time.perf_counter() - began)
             if asked.json:
-                write_json(asked.json, summary(done, len(some)) | dict(seconds=time.perf_counter() - began))
-    failed, took = summary(done, len(some))["failed"], f"{time.perf_counter() - began:.0f} s"
+                write_json(asked.json, found | dict(processes=asked.jobs, cores=machine.cores()))
+    failed, took = found["failed"], f"{found['seconds']:.0f} s, {found['at_once']:.1f} at once on average"
     held = f"all {len(some)} held, 1000 runs are bit-identical, a CUDA graph replays them"
     print(f"{len(failed)} of {len(some)} failed, {took}" if failed else f"{held}; {took}")
     sys.exit(bool(failed))
 
 
-def summary(done, number):
-    """What is kept of results of `run`: how many held of how many, the worst error, and what failed with its reason."""
-    failed = {what: bad for what, bad, _ in done if bad}
-    return dict(of=number, held=len(done) - len(failed), worst=max(share for *_, share in done), failed=failed)
+def summary(done, number, seconds):
+    """What is kept of results of `run`, so far, after these seconds.
+
+    How many held, of how many; the worst error; what failed and why; and how many ran at once on average.
+    """
+    failed = {what: bad for what, bad, *_ in done if bad}
+    worst, spent = max(share for *_, share, _ in done), sum(took for *_, took in done)
+    held = len(done) - len(failed)
+    return dict(of=number, held=held, worst=worst, failed=failed, seconds=seconds, at_once=spent / seconds)
 
 
 if __name__ == "__main__":

@@ -396,3 +396,23 @@ def test_every_aim_is_of_a_job_and_every_job_of_a_call():
     assert {name for jobs in CALLS.values() for name in jobs} == set(JOBS)
     assert sum(map(len, CALLS.values())) == len(JOBS)  # no name twice
     assert {name.removeprefix(READY) for name in JOBS} <= set(JOBS)
+
+
+def test_a_kernel_check_that_breaks_is_one_that_failed(capsys):
+    pytest.importorskip("triton")
+    from benchmarks import check_kernels
+
+    def holds(**case):
+        return [], ("dq", 0.5, 2.0)
+
+    def errs(**case):
+        return [("o", 3.0, 2.0)], ("o", 3.0, 2.0)
+
+    def breaks(**case):
+        raise RuntimeError("out of memory")
+
+    done = [check_kernels.run((check, dict(T=3))) for check in (holds, errs, breaks)]
+    found = check_kernels.summary(done, 7, 2.0)
+    assert (found["of"], found["held"], found["worst"]) == (7, 1, 1.5)
+    assert found["failed"] == {"errs {'T': 3}": "[('o', 3.0, 2.0)]", "breaks {'T': 3}": "RuntimeError: out of memory"}
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ok", "FAIL", "FAIL"]

@@ -172,7 +172,8 @@ def run(
         _write(found, folder)
         print(f"  {one.name}: {found[one.name]['how']} after {found[one.name]['seconds']:.0f} s", flush=True)
 
-    fits, _ = planned(todo, 60 * minutes)
+    fits, taken = planned(todo, 60 * minutes)
+    print(f"{len(fits)} jobs of {len(todo)} should take {taken:.0f} s of {60 * minutes:.0f}", flush=True)
     waiting = {name: Running(name, JOBS[name], folder, brought) for name in fits if JOBS[name].alone}
     try:
         for group in groups(todo):
