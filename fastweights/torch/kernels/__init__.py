@@ -1,65 +1,87 @@
-"""`fast_weight(method="kernel")` as Triton kernels for a CUDA GPU. A guide to this folder, in the order of a call.
+"""`fast_weight(method="kernel")`: the memory as Triton kernels for a CUDA GPU. Start reading this folder here.
 
-**From the call to its launches.** `fast_weight` (torch/ops.py) makes an `Inputs` and a `Spec` of its arguments and runs
-`run` below. A single token without gradients is one launch (step.py). All else goes through torch/methods.py, which
-attaches autograd and comes back to `forward`, and later to `backward`, below. Each looks for a *plan* (plan.py): all
-that a call of these shapes, dtypes and strides does on the device, as buffers to allocate and kernels to launch. The
-first call of its kind makes the plan (memory_plan.py), together with that of its backward pass, and compiles the
-kernels of both side by side (launch.py). Every later one allocates and launches, and decides nothing again.
+From a call to its launches
 
-**Chunks.** Sequences are cut into chunks of C = 64 tokens, numbered through all sequences (layout.py). The equations of
-a chunk are in docs/maths.md; S is the memory before a chunk, D the gradient of the memory after it. In every family
-some kernels compute all chunks at once, and two *walks*, one forward and one backward, carry S and D from chunk to
-chunk. Write rates, decays and the walks' results are tensors (chunks, H, ...) or (tokens, H, ...), in the dtype of q
-unless said otherwise. tiles.py has the letters and switches of all kernels; blocks.py says how large their tiles are.
+1. `fast_weight` (torch/ops.py) checks its arguments, makes an `Inputs` and a `Spec` of them, and calls `run` below.
+2. A single token without gradients is one launch of one kernel: step.py. All other calls go to torch/methods.py, which
+   attaches autograd and comes back to `forward` below and, when gradients are asked for, to `backward`.
+3. Both look for a *plan* (plan.py): all that a call of these shapes and dtypes does on the device, as buffers to
+   allocate and kernels to launch. The first call of its kind makes the plan, and that of its backward pass, in
+   memory_plan.py, and compiles all of their kernels side by side (launch.py). Later calls allocate and launch.
+4. memory_plan.py chooses one of two families of kernels, per_head_plan.py or general_plan.py, whose launches follow.
 
-**No decay, or one decay per head** (per_head_plan.py). * marks what is saved for the backward pass: always, or where
-there is decay (*d), or the delta rule (*D).
+What all kernels share
 
-    file              kernel            one program         writes
-    rates.py          _rates            chunk, 16 heads     beta, log_g *d (chunks, H, C), decays *d (chunks, H, 3, C)
-    inverse.py        _inverse          chunk, head         X *D, and with decay A *d (chunks, H, C, C): what solves for
-                                                            the errors of a chunk, and what its queries read of them
-    forward_walk.py   _forward_walk     sequence, head,     o, the final state, S * (spans, H, V, K) every 16 chunks,
-                                        BV values           or every chunk (`blocks.chunks_per_span`), errors u *D
-    then, in the backward pass,
-    backward_walk.py  _backward_walk    sequence, head,     dv (or dy, dv without beta), D (spans, H, V, K), and the
-                                        BV values           gradient of the initial state
-    without decay, from S and D of every 16th chunk:
-    spans.py          _past_sums        span, head, BK keys    dq, dbeta and a part of dk
-                      _future_sums      span, head, BK keys    dk
-    with decay, or where spans.py cannot, from S and D of every chunk:
-    local.py          _pair_gradients   chunk, head         dA, dM (chunks, H, C, C), dbeta, and u, dv if not saved
-                      _key_gradients    chunk, head, BK keys   dq, dk, dlog_decay
+Sequences are cut into chunks of C = 64 tokens, and chunks are numbered through all sequences (layout.py). docs/maths.md
+has the equations of a chunk; X, the inverse of its triangular system, A, what its queries read of its own errors, and
+u or e, these errors, are the same letters there. S is the memory before a chunk, D the gradient of the memory after it.
+Most kernels compute all chunks at once; two *walks*, one forward and one backward, carry S and D from chunk to chunk. S
+and D are saved, transposed, for every chunk, or once per *span* of 16 chunks (`blocks.chunks_per_span`). tiles.py
+explains the letters and switches of every kernel, blocks.py the sizes of tiles.
 
-Keys too wide for registers are walked by wide_keys.py.
+No decay, or one decay per head (per_head_plan.py)
 
-**General memories: a decay per channel, or an erase key** (general_plan.py).
+    kernel            file              a program has         and writes
+    forward
+    _rates            rates.py          chunk, 16 heads       beta and decays, chunk by chunk
+    _inverse          inverse.py        chunk, head           X; with decay also A
+    _forward_walk     forward_walk.py   sequence, head, BV    o, the final state, S, and u (delta rule)
+                                        value features
+    backward
+    _rates            rates.py          chunk, 16 heads       beta once more, without decay
+    _backward_walk    backward_walk.py  as _forward_walk      dv (or dy, which is dv without beta), D, and the gradient
+                                                              of the initial state
+    without decay, where S and D are known for every span:
+    _past_sums        spans.py          span, head, BK key    dq, dbeta, and a part of dk
+                                        features
+    _future_sums      spans.py          the same              dk
+    with decay, and where spans.py refuses, where S and D are known for every chunk:
+    _pair_gradients   local.py          chunk, head           dA and dM of pairs of tokens, dbeta; u and dv if not saved
+    _key_gradients    local.py          chunk, head, BK key   dq, dk, and parts of the gradient of log_decay
+                                        features
+    _sum_parts        local.py          1024 numbers          the gradient of log_decay
 
-    general.py        _prepare          chunk, head         Q, E, W * (tokens, H, K): queries, erase keys and keys with
-                                                            decays and rates; A *, X *D (chunks, H, C, C); g_end *
-    halfway.py        prepare           chunk, head         the same, faster, in 16 bits; _prepare then does those
-                                                            chunks alone that decay too much for it (must_cut *)
-    general_walks.py  _general_forward_walk    as above     o, the final state, S * of every chunk, errors e *D
-                      _general_backward_walk   as above     dv, D of every chunk, the gradient of the initial state
-    general_gradients.py  _pair_gradients      chunk, head  dA, dM (chunks, H, C, C)
-                          _gradients           chunk, head, BK keys    dq, dk, dbeta, dlog_decay, derase
-    halfway.py        gradients         chunk, head, BK keys    the same, faster, for chunks that need no cut
+Saved from forward to backward: X, A, S, u, and with decay what `_rates` wrote, each where there is one
+(`per_head_plan.saved_shapes`). Walks of keys too wide for registers are in wide_keys.py.
 
-pairs.py explains what it is to cut a chunk.
+General memories: a decay per channel, or an erase key (general_plan.py)
 
-**Around both families.** features.py and dpfp.py map and normalise q and k before, and compute their gradients from q
-and k again after. sequence_parallel.py cuts long sequences of few heads into sections that are walked side by side.
+    forward
+    prepare                  halfway.py             chunk, head   Q, E, W: queries, erase keys and keys, times decays
+                                                                  and rates; A, X, and g_end, the decay of the chunk
+    _prepare                 general.py             the same      the same, for chunks that halfway.py cannot do
+    _general_forward_walk    general_walks.py       as above      o, the final state, S, and e (delta rule)
+    backward
+    _general_backward_walk   general_walks.py       as above      dv, D, and the gradient of the initial state
+    _pair_gradients          general_gradients.py   chunk, head   dA and dM of pairs of tokens
+    gradients                halfway.py             chunk, head,  dq, dk, the gradients of the erase key and of the
+                                                    BK features   decay (or parts of it), and parts of that of beta
+    _gradients               general_gradients.py   the same      the same, for chunks that halfway.py cannot do
+    _sum_parts               local.py               1024 numbers  dbeta, and the gradient of one decay per head
 
-**A whole layer** between its two projections is one plan too. torch/hand_gradients.py calls mixer.py, mixer_plan.py
-makes the plan: `mixer_tiles.prepare` (convolution, feature map, rates: from the projection to q, k, v, beta and
-log_decay), the launches of the memory as above, and `mixer_tiles.finish` (norm and gate). Its backward pass prepares q,
-k, v again, since only the projection, what the memory saves, and o are kept; then come `finish_backward`, the memory's
-backward launches, `prepare_backward`, and the convolution's. mixer_operators.py makes operators of both passes for
-torch.compile.
+halfway.py is for decays per channel in 16 bits; in float32, and without them, the kernels of general.py and
+general_gradients.py do all chunks. pairs.py explains how decays per channel are computed without overflow. Saved: what
+`prepare` wrote, S and e (`general.saved_shapes`).
 
-**By themselves:** convolution.py, packed_convolution.py and packed_gradients.py (short convolutions), rotary.py and
-swiglu.py (parts of a Transformer), cross_entropy.py, and fwl.py, fwl_dual*.py and held.py (Fast Weight Layers).
+Around both families
+
+features.py and dpfp.py map and normalise q and k before the first of these launches; after the last they compute the
+gradients of q and k, making the features again. sequence_parallel.py cuts long sequences of few heads into sections,
+and plans more walks to find the memory before each.
+
+A whole layer as one plan
+
+torch/hand_gradients.py hands all that lies between the two projections of a `FastWeightAttention` to mixer.py, whose
+plans are made by mixer_plan.py: `mixer_tiles.prepare` (from the projection to q, k, v and rates), the launches of
+per_head_plan.py, `mixer_tiles.finish` (norm and gate), and the same backwards. mixer_operators.py has the same plans as
+operators, for torch.compile.
+
+By themselves: convolution.py, packed_convolution.py and packed_gradients.py (the short convolution), rotary.py and
+swiglu.py (parts of a Transformer), cross_entropy.py, and fwl.py, fwl_dual.py, fwl_dual_sums.py and held.py (Fast Weight
+Layers).
+
+To check a change without a GPU, tests/test_kernels*.py run all kernels in Triton's interpreter, which has no bfloat16
+products and no TMA. `python -m benchmarks.check_kernels` is the check on a GPU.
 """
 
 from typing import Any

@@ -239,8 +239,8 @@ def backward(dy, dlast, x, weight, before):
     return [None if i is None else tensors[i] for i in plan.results]
 
 
-def plain(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`forward` in differentiable operators: what second derivatives go through."""
+def in_pytorch(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`forward` in PyTorch's own operators, which autograd can differentiate as often as it likes."""
     W, T = len(weight), x.shape[1]
     dtype = torch.promote_types(x.dtype, weight.dtype)
     history = torch.nn.functional.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], 1)
@@ -249,7 +249,7 @@ def plain(x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Ten
 
 
 class Convolve(torch.autograd.Function):
-    """`forward` with its gradient; second derivatives go through `plain`, which autograd can differentiate."""
+    """`forward` with its gradient; second derivatives go through `in_pytorch`, which autograd can differentiate."""
 
     @staticmethod
     def forward(ctx, x, weight, before):
@@ -266,7 +266,7 @@ class Convolve(torch.autograd.Function):
             with torch.enable_grad():
                 inputs = [t for t in (x, weight, before) if t is not None]
                 leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in inputs]
-                outputs = plain(*leaves, *[None] * (3 - len(leaves)))
+                outputs = in_pytorch(*leaves, *[None] * (3 - len(leaves)))
                 pairs = [(o, g) for o, g in zip(outputs, (dy, dlast), strict=True) if g is not None]
                 grads = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], create_graph=True,
                                             allow_unused=True, materialize_grads=True)  # fmt: skip

@@ -251,7 +251,7 @@ _operator_backward = register_typed(packed_convolution_backward, _backward_fake)
 
 
 class PackedConvolve(torch.autograd.Function):
-    """(y, last) with its gradient; second derivatives go through `plain`, which autograd can differentiate."""
+    """(y, last) with its gradient; second derivatives go through `in_pytorch`, which autograd can differentiate."""
 
     @staticmethod
     def forward(x, weight, before, cu_seqlens):
@@ -277,8 +277,8 @@ class PackedConvolve(torch.autograd.Function):
         return *grads, *[None] * (4 - len(grads))
 
 
-def plain(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """`forward` in differentiable operators, as (y, last)."""
+def in_pytorch(x: Tensor, weight: Tensor, before: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """`forward` in PyTorch's own operators, which autograd can differentiate as often as it likes: (y, last)."""
     from fastweights.attention.convolution import gathered
     from fastweights.torch.framework import OPS
 
@@ -293,7 +293,7 @@ def _plain_gradients(dy, dlast, x, weight, before, cu_seqlens):
     inputs = [x, weight, before]
     with torch.enable_grad():
         leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in inputs if t is not None]
-        outputs = plain(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None, cu_seqlens)
+        outputs = in_pytorch(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None, cu_seqlens)
         pairs = [(o, g) for o, g in zip(outputs, (dy, dlast), strict=True) if g is not None]
         grads = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], create_graph=True,
                                     allow_unused=True, materialize_grads=True)  # fmt: skip

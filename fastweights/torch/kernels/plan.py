@@ -131,19 +131,19 @@ class Plan:
 
         Launches follow each other, so that a buffer which no later launch reads leaves its bytes to the next ones.
         """
-        wanted = self.results if isinstance(self.results, (list, tuple)) else [self.results]
-        seen = {place for place in wanted if place is not None}
+        results = self.results if isinstance(self.results, (list, tuple)) else [self.results]
+        tensors = {place for place in results if place is not None}  # places that PyTorch or the caller sees
         uses: dict[int | None, list[int]] = {}
         for i, step in enumerate(self.steps):
             if not isinstance(step, Launch):
-                seen |= {*step[1], step[2]}
+                tensors |= {*step[1], step[2]}
                 continue
             for place in step.slots:
                 uses.setdefault(place, []).append(i)
         sizes: list[tuple[int, int, int, int]] = []  # place, bytes, first and last step that uses the buffer
         for place in range(len(self.inputs), len(self.buffers)):
             buffer = self.buffers[place]
-            if type(buffer) is tuple and place not in seen:
+            if type(buffer) is tuple and place not in tensors:
                 self.buffers[place] = None
                 steps = uses.get(place, [0])
                 sizes.append((place, prod(buffer[0]) * buffer[1].itemsize, steps[0], steps[-1]))
