@@ -85,8 +85,9 @@ def _input_gradient(dy, dlast, weight, b, p, c, mask, T, W: tl.constexpr, N: tl.
         t = p + (W - 1) - j
         w = tl.load(weight + j * N + c, mask=c < N, other=0.0).to(tl.float32)
         has_output = mask & ((t >= 0) & (t < T))[:, None]
-        dy_i = tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=has_output, other=0.0).to(tl.float32)
-        total += w[None, :] * dy_i
+        total += w[None, :] * tl.load(dy + (b * T + t)[:, None] * N + c[None, :], mask=has_output, other=0.0).to(
+            tl.float32
+        )
     if dlast is not None:
         i = p - (T - (W - 1))
         is_last = mask & ((i >= 0) & (i < W - 1))[:, None]

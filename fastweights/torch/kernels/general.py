@@ -126,8 +126,9 @@ def _prepare_chunk(chunk_head, q, k, erase, beta, log_decay, matrices, Q, E, W, 
                     store_tile(E, erase_i * decay(log_g)[:, None], token, head, first_k, remaining, H, K, C, BK)
                 store_tile(W, w_i * decay(log_end - log_g)[:, None], token, head, first_k, remaining, H, K, C, BK)
                 channel = first_k + tl.arange(0, BK)
-                g_ends = decay(log_end) + tl.zeros([BK], tl.float32)
-                tl.store(g_end + chunk_head * K + channel, g_ends, mask=channel < K)
+                tl.store(
+                    g_end + chunk_head * K + channel, decay(log_end) + tl.zeros([BK], tl.float32), mask=channel < K
+                )
             elif beta is not None:
                 store_tile(W, w_i, token, head, first_k, remaining, H, K, C, BK)
             w_i = tl.trans(w_i.to(dtype))

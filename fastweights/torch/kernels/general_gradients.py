@@ -1,7 +1,7 @@
 """Gradients that need no walk, of general memories: each chunk and each block of key features by itself.
 
 The walks have left S, the memory before each chunk, D, its gradient after the chunk, the errors e, and dv, the gradient
-of e before the solve, which is that of v too. Two kernels do the rest, with the letters of general.py:
+of v. Two kernels do the rest, with the letters of general.py:
 
     _pair_gradients    goes over value features: dA = do e^T and dM = -dv e^T, the gradients of what queries and erase
                        keys read of the errors of their own chunk

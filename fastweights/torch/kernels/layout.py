@@ -135,8 +135,12 @@ def find_sequence(sequence_table, T, chunks_per_sequence, sequence, SPAN: tl.con
         entry = sequence_table + 4 * sequence
         return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     else:
-        first_chunk = sequence * chunks_per_sequence
-        return sequence * T, sequence * 0 + T, first_chunk, sequence * tl.cdiv(chunks_per_sequence, SPAN)
+        return (
+            sequence * T,
+            sequence * 0 + T,  # in the dtype of the others
+            sequence * chunks_per_sequence,
+            sequence * tl.cdiv(chunks_per_sequence, SPAN),
+        )
 
 
 @triton.jit

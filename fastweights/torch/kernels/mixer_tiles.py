@@ -51,8 +51,9 @@ def _load_convolved(p, weight, before, places, b, t, c, is_channel, T, token_str
         total = tl.zeros(mask.shape, tl.float32)
         for j in tl.static_range(W):
             w = tl.load(weight + j * N + c, mask=is_channel, other=0.0).to(tl.float32)
-            x = _load_inputs(p, before, b, t - (W - 1) + j, c, mask, T, token_stride, batch_stride, W, N)
-            total += w[None, :] * x
+            total += w[None, :] * _load_inputs(
+                p, before, b, t - (W - 1) + j, c, mask, T, token_stride, batch_stride, W, N
+            )
         return total
 
 
