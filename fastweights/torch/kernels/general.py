@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks, halfway
-from fastweights.torch.kernels.inverse import _invert
+from fastweights.torch.kernels.inverse import invert
 from fastweights.torch.kernels.layout import C, find_chunk
 from fastweights.torch.kernels.pairs import (
     boundary_factors,
@@ -143,7 +143,7 @@ def _prepare_chunk(chunk_head, q, k, erase, beta, log_decay, matrices, Q, E, W, 
     tl.store(A + pair_offsets, tl.where(causal, A_i, 0.0).to(A.dtype.element_ty))
     if DELTA:
         M_i = tl.where(i[:, None] > i[None, :], M_i, 0.0)
-        tl.store(X + pair_offsets, _invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
+        tl.store(X + pair_offsets, invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ The equations are those of the two files.
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels.inverse import _invert
+from fastweights.torch.kernels.inverse import invert
 from fastweights.torch.kernels.layout import find_chunk
 from fastweights.torch.kernels.pairs import load_channel_decays, load_keys, round_factor
 from fastweights.torch.kernels.tiles import decay, load_block, load_tile, product, store_tile
@@ -133,7 +133,7 @@ def prepare(q, k, erase, beta, log_decay, Q, E, W, A, X, g_end, must_cut, sequen
     tl.store(A + pair_offsets, tl.where(causal, A_i, 0.0).to(A.dtype.element_ty))
     if DELTA:
         M_i = tl.where(i[:, None] > i[None, :], M_i, 0.0)
-        tl.store(X + pair_offsets, _invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
+        tl.store(X + pair_offsets, invert(M_i, dtype, C, SOLVE).to(X.dtype.element_ty))
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from fastweights.torch.kernels.tiles import decay, load_tile, product, read_deca
 
 
 @triton.jit
-def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+def invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + L)^{-1} [C, C] in float32, for L [C, C] strictly lower triangular in float32.
 
     The n = C / 16 blocks on the diagonal are inverted side by side as [n, 16, 16]: pairs of rows first, then blocks of
@@ -97,7 +97,7 @@ def _inverse(q, k, beta, log_g, X, A, sequence_table, chunk_table, T, chunks_per
             L *= decay(tl.where(below, log_g_i[:, None] - log_g_i[None, :], 0.0))
         if BETA:
             L *= tl.load(beta + chunk_head * C + i)[:, None]
-        X_i = _invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
+        X_i = invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
         tl.store(X + pair_offsets, X_i.to(X.dtype.element_ty))
 
 
