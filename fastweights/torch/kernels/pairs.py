@@ -170,8 +170,10 @@ def sum_by(matrices, which, x, C: tl.constexpr, SUMS: tl.constexpr):
 def boundary_factors(matrices, log_a, level, C: tl.constexpr, inclusive, LIMIT: tl.constexpr, SUMS: tl.constexpr):
     """(decay from the boundary of its block to each token, decay from the token to the boundary), [C, BK] each.
 
-    One of the two is above 1. It is used only in blocks that decay by no more than LIMIT; elsewhere it need only be
-    finite.  inclusive: whether a token's own decay lies between the boundary and what it reads.
+    The first is at most 1 for tokens of the second half, the second for those of the first half. The other one of the
+    two is above 1. It is used only where all tokens of a block meet, which then decays by no more than exp(-LIMIT);
+    elsewhere it need only be finite.  inclusive: whether a token's own decay lies between the boundary and what it
+    reads.
     """
     log = sum_by(matrices, level + tl.where(inclusive, 4, 11), log_a, C, SUMS)
     return tl.exp(tl.minimum(log, LIMIT)), tl.exp(tl.minimum(-log, LIMIT))
