@@ -7,7 +7,8 @@ Against the equation in float64, every output and gradient may err at most twice
 same dtype, the worse of the loop and of the plain chunked form. With TF32 that is the worse of the chunked form on this
 GPU, whose library makes some narrow products in float32 all the same, and of one whose products all round. Packed
 sequences are held to the same, each by itself. Single tokens, which have a kernel of their own, are held to the loop
-alone. Then: 1000 runs are bit-identical, and a CUDA graph replays them.
+alone. Besides: 1000 runs are bit-identical, and a CUDA graph replays them. With --json the results are kept after
+each check.
 
 Most of the time is compilation. Processes (--jobs) take one case after the other, the longest first, and Triton keeps
 on disk what it compiled (~/.triton/cache, or TRITON_CACHE_DIR): the same code is checked again in a fraction of the
@@ -20,13 +21,16 @@ import os
 import sys
 import time
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import kernel_branches
 from fastweights import core
+from fastweights.bench import machine
 from fastweights.core import Inputs, Spec
+from fastweights.files import write_json
 from fastweights.torch import fast_weight, methods
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU can plan the cases, not check them
@@ -301,18 +305,25 @@ def quick(calls=None):
 
 
 def run(job):
-    """Run one check, say how it went, and return whether it failed."""
+    """Run one check and say how it went.
+
+    Returns its name, why it failed or nothing, the share of what is allowed that it errs, and its seconds.
+    """
     check, case = job
-    began = time.perf_counter()
-    if check in (repeats, replays):
-        check(**case)
-        print("ok  ", f"{time.perf_counter() - began:5.1f} s", check.__name__, case, flush=True)
-        return False
-    bad, (name, error, allowed) = check(**case)
-    share = f"{error / max(allowed, 1e-30):5.2f} of allowed in {name:10s} ({error:.1e})"
-    took = f"{time.perf_counter() - began:5.1f} s"
-    print("FAIL" if bad else "ok  ", share, took, check.__name__, case, bad or "", flush=True)
-    return bool(bad)
+    began, what, share, bad = time.perf_counter(), f"{check.__name__} {case}", 0.0, ""
+    try:
+        if check in (repeats, replays):
+            check(**case)
+            how = ""
+        else:
+            wrong, (name, error, allowed) = check(**case)
+            share, bad = error / max(allowed, 1e-30), str(wrong or "")
+            how = f"{share:5.2f} of allowed in {name:10s} ({error:.1e})"
+    except Exception as error:  # one check that breaks is no reason to leave out the others
+        how, bad = "", f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - began
+    print("FAIL" if bad else "ok  ", how, f"{seconds:5.1f} s", what, bad, flush=True)
+    return what, bad, share, seconds
 
 
 def chosen(few):
@@ -323,29 +334,45 @@ def chosen(few):
         some, number = quick(calls)
         costs = [next(cost for job, _, cost in calls if job is one) for one in some]
         print(f"{len(some)} of {len(calls)} cases take all {number} branches", flush=True)
-    return [job for _, job in sorted(zip(costs, some, strict=True), key=lambda x: -x[0])] + [
+    return [  # what is repeated takes longest
         (repeats, dict(B=4, T=1000, H=4, K=128, V=128)),
         (repeats, dict(B=2, T=300, H=4, K=64, V=64, dtype=torch.float32)),
         (repeats, dict(B=4, T=1000, H=4, K=128, V=128, decay="channel", erase=True)),
         (replays, dict(B=2, T=256, K=128, V=128)),
         (replays, dict(B=2, T=256, K=128, V=128, decay="channel")),
-    ]
+    ] + [job for _, job in sorted(zip(costs, some, strict=True), key=lambda x: -x[0])]
 
 
 def main():
     parser = argparse.ArgumentParser(description="Check the Triton kernels on a CUDA device.")
     parser.add_argument("--quick", action="store_true", help="the fewest cases that take every branch")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes side by side")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     asked = parser.parse_args()
-    began = time.perf_counter()
+    began, done = time.perf_counter(), []
     with get_context("spawn").Pool(asked.jobs) as pool:  # fresh processes: CUDA cannot be forked
         some = chosen(asked.quick)  # while the processes start
         print(f"chosen after {time.perf_counter() - began:.0f} s", flush=True)
-        failures = sum(pool.imap_unordered(run, some))
-    took = f"{time.perf_counter() - began:.0f} s"
+        for result in pool.imap_unordered(run, some):
+            done.append(result)
+            found = summary(done, len(some), time.perf_counter() - began)
+            if asked.json:
+                write_json(asked.json, found | dict(processes=asked.jobs, cores=machine.cores()))
+    failed, took = found["failed"], f"{found['seconds']:.0f} s, {found['at_once']:.1f} at once on average"
     held = f"all {len(some)} held, 1000 runs are bit-identical, a CUDA graph replays them"
-    print(f"{failures} of {len(some)} failed, {took}" if failures else f"{held}; {took}")
-    sys.exit(bool(failures))
+    print(f"{len(failed)} of {len(some)} failed, {took}" if failed else f"{held}; {took}")
+    sys.exit(bool(failed))
+
+
+def summary(done, number, seconds):
+    """What is kept of results of `run`, so far, after these seconds.
+
+    How many held, of how many; the worst error; what failed and why; and how many ran at once on average.
+    """
+    failed = {what: bad for what, bad, *_ in done if bad}
+    worst, spent = max(share for *_, share, _ in done), sum(took for *_, took in done)
+    held = len(done) - len(failed)
+    return dict(of=number, held=held, worst=worst, failed=failed, seconds=seconds, at_once=spent / seconds)
 
 
 if __name__ == "__main__":

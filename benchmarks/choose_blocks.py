@@ -12,8 +12,10 @@ import torch
 from triton.testing import do_bench
 
 from fastweights.core import Inputs, Spec
-from fastweights.torch.kernels import backward, blocks, forward, inverse, local, spans, tiles
-from fastweights.torch.kernels.plan import Plan
+from fastweights.torch.kernels import backward_walk, blocks, forward_walk, inverse, local, rates, spans
+from fastweights.torch.kernels.inverse import ChunkTerms
+from fastweights.torch.kernels.layout import Layout
+from fastweights.torch.kernels.plan import Plan, Slot
 
 SHAPES = {  # (width of keys and values, more programs than multiprocessors): B, T, H
     (128, True): (8, 4096, 16),
@@ -29,7 +31,8 @@ def planned(function, *tensors):
     """A function without arguments that runs function(plan, *slots of tensors): the tensors of the slots it returns."""
     plan = Plan(torch.device("cuda", 0), list(tensors))
     found = function(plan, *plan.inputs)
-    slots = found if isinstance(found, tuple) else (found,)
+    slots = (found,) if isinstance(found, Slot) else found
+    plan.results = [slot.place for slot in slots if slot is not None]
     plan.finish()
 
     def call():
@@ -45,42 +48,42 @@ def stages(width, B, T, H):
     q, k = (torch.nn.functional.normalize(draw(B, T, H, width), dim=-1).bfloat16() for _ in range(2))
     v, do = draw(2, B, T, H, width).bfloat16()
     beta, state = draw(B, T, H).sigmoid().bfloat16(), draw(B, H, width, width)
-    layout, by_row = (tiles.Layout.plain(B, T, every) for every in (blocks.SPAN, 1))
-    (rates,) = planned(lambda p, beta, k: tiles.rates(p, beta, None, layout, DELTA, k)[0], beta, k)()
-    invert = lambda p, k, b: inverse.inverse(p, None, k, b, None, layout, DELTA, "tf32")  # noqa: E731
-    X, _ = planned(invert, k, rates)()
+    layout, by_chunk = (Layout.plain(B, T, span) for span in (blocks.SPAN, 1))
+    (chunk_beta,) = planned(lambda p, beta, k: rates.plan_rates(p, beta, None, layout, DELTA, k)[0], beta, k)()
+    invert = lambda p, k, b: inverse.plan_inverse(p, None, k, b, None, layout, DELTA, "tf32").X  # noqa: E731
+    (X,) = planned(invert, k, chunk_beta)()
 
-    def walk(save, way=layout):
-        run = lambda p, q, k, v, b, X, S: forward.walk(  # noqa: E731
-            p, q, k, v, b, None, X, None, S, way, DELTA, "tf32", width=width, save=save
+    def walk(save, layout=layout):
+        run = lambda p, q, k, v, b, X, S: forward_walk.plan_forward_walk(  # noqa: E731
+            p, q, k, v, ChunkTerms(b, None, X, None), S, layout, DELTA, "tf32", width=width, save=save
         )
-        return planned(run, q, k, v, rates, X, state)
+        return planned(run, q, k, v, chunk_beta, X, state)
 
-    def back(way=layout):
-        run = lambda p, q, k, b, X, do, S: backward.reverse(  # noqa: E731
-            p, q, k, b, None, X, None, do, S, way, DELTA, "tf32", save=True
+    def back(layout=layout):
+        run = lambda p, q, k, b, X, do, S: backward_walk.plan_backward_walk(  # noqa: E731
+            p, q, k, ChunkTerms(b, None, X, None), do, S, layout, DELTA, "tf32", save=True
         )
-        return planned(run, q, k, rates, X, do, state)
+        return planned(run, q, k, chunk_beta, X, do, state)
 
-    def rows():
-        run = lambda p, q, k, v, beta, b, S, D, do, dv, u: local.local(  # noqa: E731
-            p, Inputs(q, k, v, beta), b, None, None, None, S, D, do, dv, u, by_row, DELTA, "tf32"
+    def local_gradients():
+        run = lambda p, q, k, v, beta, b, S, D, do, dv, u: local.plan_local_gradients(  # noqa: E731
+            p, Inputs(q, k, v, beta), ChunkTerms(b, None, None, None), S, D, do, dv, u, by_chunk, DELTA, "tf32"
         )
-        return planned(run, q, k, v, beta, rates, S_rows, D_rows, do, dv, u)
+        return planned(run, q, k, v, beta, chunk_beta, S_by_chunk, D_by_chunk, do, dv, u)
 
-    (*_, S, u), (*_, S_rows, _) = walk(True)(), walk(True, by_row)()
-    (dv, _, D), (_, _, D_rows) = back()(), back(by_row)()
+    (*_, S, u), (*_, S_by_chunk, _) = walk(True)(), walk(True, by_chunk)()
+    (dv, _, D), (_, _, D_by_chunk) = back()(), back(by_chunk)()
     dk = torch.zeros_like(k)
-    past = lambda p, *x: spans.past(p, *x, layout, DELTA, "tf32")  # noqa: E731
-    future = lambda p, *x: spans.future(p, *x, layout, DELTA, "tf32")  # noqa: E731
+    past = lambda p, *x: spans.plan_past_sums(p, *x, layout, DELTA, "tf32")  # noqa: E731
+    future = lambda p, *x: spans.plan_future_sums(p, *x, layout, DELTA, "tf32")  # noqa: E731
     return {
-        "INVERSE": (blocks.INVERSE, lambda: planned(invert, k, rates)),
+        "INVERSE": (blocks.INVERSE, lambda: planned(invert, k, chunk_beta)),
         "WALK": (blocks.WALK, lambda: walk(False)),
         "WALK, saving": (blocks.WALK, lambda: walk(True)),
         "REVERSE": (blocks.REVERSE, back),
         "PAST": (blocks.PAST, lambda: planned(past, k, beta, S, do, u, dv)),
         "FUTURE": (blocks.FUTURE, lambda: planned(future, q, k, D, do, u, dv, dk.zero_())),
-        "KEYS": (blocks.KEYS, rows),
+        "KEYS": (blocks.KEYS, local_gradients),
     }
 
 

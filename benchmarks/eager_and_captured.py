@@ -4,8 +4,8 @@
 
 Every way trains in a run of `fastweights train` of its own, all at once, with all further arguments: as the program
 does by default (on a GPU compiled, and captured where it can be) and with `--no-compile`, each with two seeds.
-Printed are the validation losses. Rounding in bfloat16 moves a loss; the ways agree if they differ by less
-than the seeds do.
+Printed are the validation losses, and kept with --json. Rounding in bfloat16 moves a loss; the ways agree if they
+differ by less than the seeds do.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fastweights.bench.report import new_table
+from fastweights.files import write_json
 
 WAYS = {"default": [], "eager": ["--no-compile"]}
 SEEDS = (0, 1)
@@ -37,8 +38,8 @@ def last_line(run):
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def show(found):
-    """Print loss and way of every run, and how far ways and seeds lie apart."""
+def show(found, path):
+    """Print loss and way of every run, and how far ways and seeds lie apart; path: a file for the numbers, or None."""
     table = new_table("validation loss, bits per byte")
     for heading in ("way", "seed", "loss", "what ran"):
         table.add_column(heading)
@@ -49,6 +50,9 @@ def show(found):
     ways = max(abs(loss["default", seed] - loss["eager", seed]) for seed in SEEDS)
     seeds = max(abs(loss[way, SEEDS[0]] - loss[way, SEEDS[1]]) for way in WAYS)
     print(f"the ways differ by {ways:.4f}, the seeds by {seeds:.4f}")
+    if path:
+        runs = [dict(way=way, seed=seed, loss=loss[way, seed], ran=line["ran"]) for (way, seed), line in found.items()]
+        write_json(path, dict(ways=ways, seeds=seeds, runs=runs))
 
 
 def main():
@@ -60,6 +64,7 @@ def main():
     )
     parser.add_argument("folder", type=Path, help="a new folder for the runs")
     parser.add_argument("--steps", type=int, default=150, help="of the optimiser")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     options, arguments = parser.parse_known_args()
     folder = options.folder
     folder.mkdir(parents=True)
@@ -67,7 +72,7 @@ def main():
     failed = [key for key, (_, process) in started.items() if process.wait()]
     if failed:
         raise SystemExit(f"failed: {failed}; see the logs in {folder}")
-    show({key: last_line(run) for key, (run, _) in started.items()})
+    show({key: last_line(run) for key, (run, _) in started.items()}, options.json)
 
 
 if __name__ == "__main__":

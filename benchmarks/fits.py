@@ -16,8 +16,7 @@ from triton.compiler import ASTSource
 
 from fastweights.core import Inputs, Spec
 from fastweights.features import parse
-from fastweights.torch import kernels
-from fastweights.torch.kernels import blocks
+from fastweights.torch.kernels import blocks, memory_plan
 
 GPUS = {"A100": (80, 163), "RTX 4090": (89, 99), "H200": (90, 227), "B200": (100, 227), "RTX 5090": (120, 99)}  # KiB
 SHAPES = (  # widths of keys, before their features, and values
@@ -39,11 +38,12 @@ def launches(dtype, K, V, delta, rates, name, hopper):
     spec = Spec("delta" if delta else "sum", features=name, norm="none" if name == "identity" else "l2")
     tma = lambda layout, q, BK, V, BV: hopper and q.shape[-1] == BK and V % BV == 0 and dtype != torch.float32  # noqa: E731
     with patch.object(blocks, "uses_tma", tma), patch.object(blocks, "_multiprocessors", lambda device: 132):
-        given = [*kernels.ready(inputs, spec), None, None, None]
-        saved = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in kernels.saves(inputs, spec, 1)]
+        given = [*memory_plan.aligned_arrays(inputs, spec), None, None, None]
+        shapes = memory_plan.saved_shapes(inputs, spec)
+        saved = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in shapes]
         plans = (
-            kernels.plan_forward(given, inputs, spec, True, save=True),
-            kernels.plan_backward([v, None, *given, *saved], inputs, spec, True),
+            memory_plan.plan_forward(given, inputs, spec, True, save=True),
+            memory_plan.plan_backward([v, None, *given, *saved], inputs, spec, True),
         )
     return [launch for plan in plans for launch in plan.launches]
 

@@ -13,7 +13,7 @@ from unittest import mock
 from fastweights.torch.kernels.launch import Launch
 from fastweights.torch.kernels.plan import Plan
 
-SIZES = {"H", "K", "V", "D", "T", "per", "tokens", "EPS"}  # the call's own numbers, on which no kernel branches
+SIZES = {"H", "K", "V", "D", "EPS"}  # the call's own numbers, on which no kernel branches
 
 Branch = tuple[str, tuple[str, Any], tuple[str, Any]]
 

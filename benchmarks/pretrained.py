@@ -24,11 +24,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fastweights.files import write_json
 from fastweights.hf import attach, load_attached, save_attached, scoring
 from fastweights.hf.body import down_projections
 from fastweights.hf.head_training import Adapting, HeadTrainer
 from fastweights.hf.loading import load_model, read_file, row_of
 from fastweights.lab.engine.plotting import INK, PALETTE, figure
+from fastweights.torch import graphs
 
 STATIC, DYNAMIC = "static", "dynamic"
 FIRST_RATES = {"dynamic": 0.05, "body": 0.2}  # that the stage `rate` tries first, by mode
@@ -134,7 +136,11 @@ def score(args):
 
 
 def measure(args):
-    """Add a line to --out for each of --modes: seconds and peak memory on the first file. The modes take turns."""
+    """Add a line to --out for each of --modes: seconds and peak memory on the first file. The modes take turns.
+
+    The CUDA graphs of all modes are kept.
+    """
+    graphs.MOST = 16 * len(args.modes)
     model, tokenizer, reading = load(args)
     texts = read_texts(tokenizer, args, args.files[:1])
     seconds, peaks, states = defaultdict(list), {}, {}
@@ -144,14 +150,17 @@ def measure(args):
             if turn:  # the first compiles kernels
                 seconds[mode].append(result.seconds)
             peaks[mode], states[mode] = result.peak_bytes / 2**20, result.state_bytes / 2**20
-    static = np.array(seconds[STATIC])
+    static, results = np.array(seconds[STATIC]), {}
     names = ["window", "mode", "tokens", "seconds", "of_static", "peak_MiB", "state_MiB"]
     for mode, times in seconds.items():
         of_static = float(np.median(np.array(times) / static))
+        results[mode] = dict(seconds=times, of_static=of_static, peak_MiB=peaks[mode], state_MiB=states[mode])
         line = [args.window, args.prefix + mode, len(texts[0].tokens), f"{np.median(times):.4f}", f"{of_static:.3f}",
                 f"{peaks[mode]:.0f}", f"{states[mode]:.1f}"]  # fmt: skip
         append_line(args.out, names, line)
         print(*line, flush=True)
+    if args.json:
+        write_json(args.json, dict(window=args.window, tokens=len(texts[0].tokens), modes=results))
 
 
 def read_csv(place, pattern):
@@ -238,6 +247,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out.csv"))
+    parser.add_argument("--json", type=Path, help="file for what time measured")
     parser.add_argument("--tf32", action="store_true", help="products of float32 in TF32")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")

@@ -97,7 +97,7 @@ def poison(monkeypatch):
 
     def allocate(plan, given, _make=Plan._allocate):
         tensors = _make(plan, given)
-        for place, *_ in plan.fresh:
+        for place, *_ in plan.allocations:
             filled(tensors[place])
         return tensors
 

@@ -3,6 +3,7 @@
 import io
 import json
 import subprocess
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from fastweights.bench import agree, lengths, machine, memory, peers, report
-from fastweights.bench.case import Case, Contestant, our_method, parse_shape
+from fastweights.bench import agree, lengths, machine, memory, peers, report, timing
+from fastweights.bench.case import INPUTS, Case, Contestant, our_method, parse_shape
 from fastweights.bench.timing import Timing, interleave
 from fastweights.files import write_json
 
@@ -54,10 +55,10 @@ def distort(part):
     """Our own method, wrong in one place."""
     right = our_method("chunked", TINY)
 
-    def call(q, k, v, beta):
+    def call(q, k, *others):
         if part == "dk":
             k = k + 0.01 * (k - k.detach())  # the same output, another gradient
-        o, state = right.call(q, k, v, beta)
+        o, state = right.call(q, k, *others)
         if part == "o":
             o = 1.001 * o
         if part == "state":
@@ -89,8 +90,8 @@ def test_long_sequences_are_checked_to_the_end(T):
     case = replace(TINY, shape=(2, T, 1, 4, 3))
     right = our_method("chunked", case)
 
-    def call(q, k, v, beta):
-        o, state = right.call(q, k, v, beta)
+    def call(*inputs):
+        o, state = right.call(*inputs)
         return torch.cat([o[:, :-1], o[:, -1:] + 0.1], 1), state
 
     with pytest.raises(agree.Disagreement, match="late deviates"):
@@ -105,6 +106,75 @@ def test_a_peer_that_crashes_is_left_out_but_our_crash_is_raised():
     assert agree.check(TINY, [peer], TINY.tensors()) == ({}, {"peer": "fails here: RuntimeError: no kernel"})
     with pytest.raises(RuntimeError, match="no kernel"):
         agree.check(TINY, [replace(peer, peer=False)], TINY.tensors())
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("features", ["identity", "dpfp-1"])
+def test_decays_are_a_part_of_the_case(decay, features):
+    """Drawn once, of the memory's width, with a gradient that is compared; what a contestant makes of them counts."""
+    case = replace(TINY, decay=decay, features=features)
+    width = [case.key_width] if decay == "channel" else []
+    log_decay = case.tensors()["log_decay"]
+    assert log_decay.shape == (1, 20, 2, *width)
+    assert (log_decay < 0).all()
+    assert torch.equal(case.tensors()["q"], replace(case, decay="none").tensors()["q"])
+    right = our_method("chunked", case)
+    errors, _ = agree.check(case, [right], case.tensors())
+    assert "dlog_decay" in errors["chunked"]
+    ignorant = replace(right, call=lambda q, k, v, beta, log_decay: right.call(q, k, v, beta, 0.9 * log_decay))
+    with pytest.raises(agree.Disagreement, match=r"deviates from the exact memory .*one decay per"):
+        agree.check(case, [ignorant], case.tensors())
+    assert memory.enter(case, only=["none"])[0][0].name == "chunked"
+
+
+def test_decays_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="--decay is 'token'; expected one of none, head, channel"):
+        memory.cases([TINY.shape], ["sum"], "cpu", "float32", decays=["token"])
+
+
+def test_a_peer_without_a_backward_pass_here_is_timed_forward(monkeypatch):
+    """Its outputs are compared, a wrong one is refused, and the reason is given."""
+    right = our_method("chunked", TINY)
+
+    def call(*inputs):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no backward on this card")
+        o, state = right.call(*inputs)
+        return factor * o, state
+
+    monkeypatch.setattr(peers, "PEERS", (peers.Peer("half", "json", "half", lambda *_: Contestant("half", call)),))
+    factor = 1.0
+    told = []
+    (result,) = memory.run([TINY], repeats=2, tell=lambda results: told.append(len(results)))
+    assert told == [1]
+    assert result.left_out["half, backward"] == "fails here: RuntimeError: no backward on this card"
+    assert "half" not in result.left_out
+    assert sorted(result.errors["half"]) == ["o", "state"]
+    assert list(result.passes["forward"]) == ["chunked", "half"]
+    assert list(result.passes["forward_backward"]) == ["chunked"]
+    assert result.speedup("chunked", "forward") is not None
+    assert result.speedup("chunked", "forward_backward") is None
+    console = Console(width=120, file=io.StringIO())
+    report.show([result], console)
+    assert "left out: half, backward: fails here" in console.file.getvalue()
+    json.dumps(report.payload("cpu", [result]))
+    factor = 1.1
+    with pytest.raises(agree.Disagreement, match="half deviates"):
+        memory.run([TINY], repeats=2)
+
+
+def test_one_thread_is_timed_by_the_processors_clock():
+    """What other programs take does not count: here sleep."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        (alone,) = interleave({"": lambda: time.sleep(0.2)}, repeats=2, by=timing.clock("cpu")).values()
+        torch.set_num_threads(2)
+        (wall,) = interleave({"": lambda: time.sleep(0.2)}, repeats=2, by=timing.clock("cpu")).values()
+    finally:
+        torch.set_num_threads(threads)
+    assert alone.median < 100
+    assert wall.median > 199
 
 
 def test_a_peers_layer_that_does_not_run_is_left_out_of_bench_train(monkeypatch):
@@ -141,15 +211,42 @@ def test_peers_say_why_they_do_not_take_part(monkeypatch):
     assert fla.contestant(TINY) == "CUDA only"
     assert fla.contestant(replace(TINY, device="cuda")) == "its delta rule refuses float32"
     assert fast_transformers.contestant(TINY) == "sum rule only"
+    assert fast_transformers.contestant(replace(TINY, rule="sum", decay="head")) == "no decay"
 
 
+@pytest.mark.parametrize(("rule", "decay"), peers.FLA)
+def test_fla_is_called_as_the_case_is(monkeypatch, rule, decay):
+    """The function of its own for every rule and decay, and the arguments it has there."""
+    asked, given = [], {}
+
+    def function(q, k, v, **named):
+        given.update(named)
+        return v, None
+
+    monkeypatch.setattr(peers, "_load", lambda module, name: asked.append(f"{module}.{name}") or function)
+    case = replace(TINY, rule=rule, decay=decay, device="cuda", dtype="bfloat16")
+    x = replace(case, device="cpu").tensors()
+    peers.PEERS[1].enter(case, "FLA").call(*(x.get(name) for name in INPUTS))
+    assert asked == [".".join(peers.FLA[rule, decay])]
+    assert given.pop("scale") == 1.0
+    assert given.pop("output_final_state")
+    assert given.pop("normalize", False) is False
+    assert {name: x.shape for name, x in given.items()} == {
+        name: x[ours].shape for name, ours in (("g", "log_decay"), ("beta", "beta")) if ours in x
+    }
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
-def test_hugging_face_computes_the_delta_rule():
-    contestant = peers.PEERS[0].contestant(TINY)
+def test_hugging_face_computes_the_delta_rule(decay):
+    case = replace(TINY, decay=decay)
+    contestant = peers.PEERS[0].contestant(case)
+    if isinstance(contestant, str) and not find_spec("transformers.models.kimi_linear"):
+        pytest.skip(contestant)
     assert isinstance(contestant, Contestant), contestant
-    errors, failed = agree.check(TINY, [contestant], TINY.tensors())
+    errors, failed = agree.check(case, [contestant], case.tensors())
     assert not failed
-    assert len(errors["Hugging Face"]) == 6
+    assert len(errors["Hugging Face"]) == 6 + (decay != "none")
 
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
@@ -187,7 +284,7 @@ def test_peers_get_their_own_layout_outside_the_clock():
     """A heads-first contestant is timed on contiguous inputs and a contiguous gradient."""
     seen = []
 
-    def call(q, k, v, beta):
+    def call(q, k, v):
         seen.extend([q, k, v])
         return q.sum() * v + k.sum(), None
 

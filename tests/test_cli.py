@@ -257,6 +257,13 @@ def test_other_benches_print_tables_and_write_json(run, tmp_path, monkeypatch, w
         assert all(r["error"] < 1e-5 for r in found["fwl_frameworks"])
 
 
+def test_bench_says_which_decays_and_products_there_are(run):
+    code, out, err = run("bench", "memory", "--smoke", "--decay", "token")
+    assert (code, out, err) == (2, "", "Error: --decay is 'token'; expected one of none, head, channel\n")
+    code, out, err = run("bench", "fwl", "--smoke", "--precision", "tf32")
+    assert (code, out, err) == (2, "", "Error: --precision is 'tf32'; expected one of float32 on cpu\n")
+
+
 def test_bench_lm_compares_only_what_agrees(run, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     from fastweights.bench import lm

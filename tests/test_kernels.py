@@ -182,7 +182,7 @@ def test_packed_equals_each_by_itself(rng, monkeypatch, rule, decay, cuts):
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_sections_in_parallel(rng, monkeypatch, rule, decay):
-    monkeypatch.setattr(kernels.sequence_parallel, "sections", lambda *shape: 2)
+    monkeypatch.setattr(kernels.sequence_parallel, "sections_per_sequence", lambda *shape: 2)
     monkeypatch.setattr(kernels, "_plans", {})
     sizes = dict(B=2, T=128, H=1, K=16, V=16)
     check(problem(rng, **sizes) if decay else without_decay(rng, rule, **sizes), HALF[0], rule=rule)

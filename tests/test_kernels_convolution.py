@@ -22,7 +22,7 @@ def problem(B, T, N, W, before, extra=0):
 def test_outputs_and_gradients(T, N, W, extra, before):
     given = problem(2, T, N, W, before, extra)
     results = []
-    for run, dtype in ((convolution.convolve, torch.float32), (convolution.plain, torch.float64)):
+    for run, dtype in ((convolution.convolve, torch.float32), (convolution.in_pytorch, torch.float64)):
         leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in given]
         y, last = run(*leaves)
         up = torch.arange(y.numel(), dtype=dtype, device=DEVICE).view(y.shape).cos()
@@ -40,7 +40,7 @@ def test_the_last_inputs_need_no_gradient_and_get_one_alone():
         leaves = [t.requires_grad_() for t in problem(1, 9, 7, 4, True)]
         exact = [t.detach().double().requires_grad_() for t in leaves]
         got = torch.autograd.grad(convolution.convolve(*leaves)[which].sin().sum(), leaves, allow_unused=True)
-        want = torch.autograd.grad(convolution.plain(*exact)[which].sin().sum(), exact, allow_unused=True)
+        want = torch.autograd.grad(convolution.in_pytorch(*exact)[which].sin().sum(), exact, allow_unused=True)
         for a, b in zip(got, want, strict=True):
             b = torch.zeros_like(a).double() if b is None else b
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
@@ -50,7 +50,7 @@ def test_the_last_inputs_need_no_gradient_and_get_one_alone():
 def test_second_derivatives():
     x, weight, before = problem(1, 6, 5, 3, True)
     second = []
-    for run in (convolution.convolve, convolution.plain):
+    for run in (convolution.convolve, convolution.in_pytorch):
         leaves = [t.detach().clone().requires_grad_() for t in (x, weight, before)]
         once = torch.autograd.grad(run(*leaves)[0].sin().sum(), leaves, create_graph=True)
         second.append(torch.autograd.grad(sum(g.square().sum() for g in once), leaves))
@@ -72,7 +72,7 @@ def test_a_stream_cut_anywhere_equals_the_whole():
 def test_half_precision_sums_in_float32(dtype):
     x, weight, _ = problem(1, 30, 16, 4, False)
     y, last = convolution.convolve(x.to(dtype), weight.to(dtype), None)
-    exact, _ = convolution.plain(x.to(dtype).double(), weight.to(dtype).double(), None)
+    exact, _ = convolution.in_pytorch(x.to(dtype).double(), weight.to(dtype).double(), None)
     assert (y.dtype, last.dtype) == (dtype, dtype)
     assert (y.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
     assert convolution.convolve(x.to(dtype), weight, None)[0].dtype == torch.float32  # as torch promotes
@@ -102,7 +102,7 @@ def test_packed_sequences(N, W, extra, before):
 def apart(x, weight, before, cu):
     """The plain form of one sequence after the other."""
     found = [
-        convolution.plain(x[:, a:b], weight, None if before is None else before[n : n + 1])
+        convolution.in_pytorch(x[:, a:b], weight, None if before is None else before[n : n + 1])
         for n, (a, b) in enumerate(pairwise(cu.tolist()))
     ]
     return torch.cat([y for y, _ in found], 1), torch.cat([last for _, last in found])

@@ -43,7 +43,7 @@ def test_where_a_projection_left_them():
     q = whole[..., 16:32].unflatten(-1, (2, 8))
     got, plain, _ = both(q, "dpfp-2", "sum", torch.randn(2, 5, 2, 32, device=DEVICE))
     torch.testing.assert_close(got, plain, rtol=2e-3, atol=2e-3)
-    assert fused.rows(q).data_ptr() == q.data_ptr()
+    assert fused.as_rows(q).data_ptr() == q.data_ptr()
 
 
 @runs

@@ -83,7 +83,7 @@ def test_packed_equals_each_by_itself(rng, rule):
 @runs
 @pytest.mark.parametrize("rule", ["delta", "sum"])
 def test_sections_in_parallel(rng, monkeypatch, rule):
-    monkeypatch.setattr(kernels.sequence_parallel, "sections", lambda *shape: 2)
+    monkeypatch.setattr(kernels.sequence_parallel, "sections_per_sequence", lambda *shape: 2)
     monkeypatch.setattr(kernels, "_plans", {})
     check(problem(rng, B=2, T=128, H=1, K=16, V=16, decay="channel"), HALF[0], rule=rule)
 
@@ -137,6 +137,6 @@ def test_no_operand_of_a_product_is_narrow(rng, monkeypatch, kind, width):
     assert launches
     for launch in launches:
         sizes = dict(zip(launch.kernel.arg_names[-len(launch.constants) :], launch.constants, strict=True))
-        walks = launch.kernel.__name__ in ("_forward", "_reverse", "_walk", "_walk_back")
+        walks = launch.kernel.__name__.endswith("_walk")
         for name in ("BK",) if walks else ("BK", "BV"):
             assert sizes.get(name, 64) >= kernels.blocks.NARROWEST, (launch.kernel.__name__, name)

@@ -90,7 +90,7 @@ def test_packed_sequences():
 
 @runs
 def test_sections(monkeypatch):
-    monkeypatch.setattr(kernels.sequence_parallel, "sections", lambda *shape: 2)
+    monkeypatch.setattr(kernels.sequence_parallel, "sections_per_sequence", lambda *shape: 2)
     monkeypatch.setattr(kernels, "_plans", {})
     for rule in ("delta", "sum"):
         check(problem("dpfp-1", B=1, T=256), "dpfp-1", "sum", rule=rule)

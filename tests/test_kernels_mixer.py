@@ -16,7 +16,7 @@ from fastweights.models.language_model import LanguageModel
 from fastweights.torch import hand_gradients, packing
 from fastweights.torch.framework import OPS
 from fastweights.torch.kernels import mixer, mixer_operators
-from fastweights.torch.kernels.mixer_plan import GIVEN, Given
+from fastweights.torch.kernels.mixer_plan import N_DIFFERENTIABLE, LayerTensors
 from fastweights.torch.tree import map_tensors
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -46,7 +46,7 @@ def problem(config, T, *, state, B=2, packed=None):
         memory = draw(N, config.heads, config.feature_width, config.value_width)
         before = draw(N, config.conv - 1, config.channels) if config.conv else None
     p = draw(B, T, sum(config.sections.values()))
-    return Given(p, *weights.values(), memory, before, None if packed is None else packed.to(DEVICE))
+    return LayerTensors(p, *weights.values(), memory, before, None if packed is None else packed.to(DEVICE))
 
 
 def plain(config, given, method="chunked"):
@@ -64,8 +64,8 @@ def fused(config, given):
 
 def results(run, config, given, dtype):
     """Outputs, then gradients of everything."""
-    leaves = [None if x is None else x.to(dtype).requires_grad_() for x in given[:GIVEN]]
-    outputs = [o for o in run(config, Given(*leaves, given.cu_seqlens)) if o is not None]
+    leaves = [None if x is None else x.to(dtype).requires_grad_() for x in given[:N_DIFFERENTIABLE]]
+    outputs = [o for o in run(config, LayerTensors(*leaves, given.cu_seqlens)) if o is not None]
     ups = [torch.arange(o.numel(), device=DEVICE).view(o.shape).cos().to(o.dtype) for o in outputs]
     return *outputs, *torch.autograd.grad(outputs, [x for x in leaves if x is not None], ups)
 
@@ -92,8 +92,8 @@ def test_second_derivatives(packed):
     config = AttentionConfig(16, 2, **LAYERS["gated deltanet"])
     given, found = problem(config, 5, state=True, B=1, packed=packed), []
     for run in (fused, plain):
-        leaves = [x.clone().requires_grad_() for x in given[:GIVEN]]
-        y = run(config, Given(*leaves, given.cu_seqlens))[0]
+        leaves = [x.clone().requires_grad_() for x in given[:N_DIFFERENTIABLE]]
+        y = run(config, LayerTensors(*leaves, given.cu_seqlens))[0]
         once = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in once), leaves))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)

@@ -56,6 +56,7 @@ def main():
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for tokens, weights and losses")
     parser.add_argument("--text", type=Path, help="the text, split at <page>; for words, the folder")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV files")
+    parser.add_argument("--json", type=Path, help="file for the tables of run")
     parser.add_argument("--bytes", type=int, default=0, help="read so much of the text; 0 for all")
     parser.add_argument("--vocab", type=int, default=16_383)
     parser.add_argument("--held-out", type=float, default=0.12, help="share of the pages that are not trained on")

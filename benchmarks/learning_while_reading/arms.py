@@ -79,7 +79,7 @@ def arms(scorer):
             makers[name] = partial(output_arm, scorer, name, refresh, trained, cache=False)
             makers[f"cache-{name}"] = partial(output_arm, scorer, name, refresh, trained, cache=True)
     for learned in FIRST_RATES:
-        for rule in ("sgd", "rms"):
+        for rule in ("rms", "sgd"):
             name = f"dynamic-{learned}-{rule}"
             makers[name] = partial(dynamic_arm, scorer, name, learned, rule)
     return makers

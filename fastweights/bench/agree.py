@@ -1,6 +1,8 @@
 """Whether contestants compute the same memory: their outputs, states and gradients against float64."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,19 +22,22 @@ def results(contestant: Contestant, x: Mapping[str, Tensor]) -> dict[str, Tensor
     """What a contestant computes, with our meaning, whatever its own layout is.
 
     Args:
-        contestant: whom to ask.
+        contestant: whom to ask; without a backward pass, for outputs alone.
         x: inputs by name, and "do", the gradient of the output.
 
     Returns:
-        o, the state where there is one, and the gradients of sum(o * do) as dq, dk, dv, dbeta.
+        o, the state where there is one, and the gradients of sum(o * do) as dq, dk, dv, dbeta, dlog_decay.
     """
     leaves = {name: x[name].detach().clone().requires_grad_() for name in INPUTS if name in x}
-    native = contestant.to_native(*(leaves.get(name) for name in INPUTS))
-    o, state = contestant.from_native(*contestant.call(*native))
+    with torch.set_grad_enabled(contestant.backward):
+        native = contestant.to_native(*(leaves.get(name) for name in INPUTS))
+        o, state = contestant.from_native(*contestant.call(*native))
     assert o is not None
+    found = {"o": o.detach()} | ({} if state is None else {"state": state.detach()})
+    if not contestant.backward:
+        return found
     gradients = torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
-    found = {"o": o.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-    return found if state is None else found | {"state": state.detach()}
+    return found | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
 def exact(case: Case, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,12 +85,18 @@ def deviation(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item()
 
 
+def without_backward(name: str) -> str:
+    """What a peer whose backward pass fails is called where the reason is given."""
+    return f"{name}, backward"
+
+
 def check(
     case: Case, contestants: Sequence[Contestant], x: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """The deviations of every contestant that can be compared, and the peers that fail here with their reason.
 
-    Raise Disagreement when a deviation is too large. An error of one of our own methods is raised as it is.
+    Raise Disagreement when a deviation is too large. An error of one of our own methods is raised as it is. Of a peer
+    whose backward pass fails the forward pass is compared; the reason stands under `without_backward` of its name.
 
     Args:
         case: shape, rule, device and dtype of the problem.
@@ -95,13 +106,16 @@ def check(
     want, tolerance = exact(case, x), TOLERANCE[case.device, case.dtype]
     errors, failed = {}, {}
     for contestant in contestants:
+        name, got = contestant.name, dict[str, Tensor]()
         try:
             got = results(contestant, x) if contestant.comparable else {}
         except Exception as error:
             if not contestant.peer:
                 raise
-            failed[contestant.name] = f"fails here: {type(error).__name__}: {error}".splitlines()[0]
-            continue
+            failed[name] = f"fails here: {type(error).__name__}: {error}".splitlines()[0]
+            with suppress(Exception):
+                got = results(replace(contestant, backward=False), x)
+                failed[without_backward(name)] = failed.pop(name)
         if got:
-            errors[contestant.name] = compare(contestant.name, case, got, want, tolerance)
+            errors[name] = compare(name, case, got, want, tolerance)
     return errors, failed

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, H heads, K key width, V value width.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from fastweights.torch.methods import map_plainly
 from fastweights.torch.ops import METHODS, choose, fast_weight
 
 Shape = tuple[int, int, int, int, int]
-INPUTS = ("q", "k", "v", "beta")
+INPUTS = ("q", "k", "v", "beta", "log_decay")
+DECAYS = ("none", "head", "channel")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Case:
             keys are not normalised.
         device, dtype: of the inputs.
         features, norm: as for `fast_weight`.
+        decay: "none", "head", one per token and head, or "channel", one per token, head and key channel.
     """
 
     rule: str
@@ -36,10 +38,12 @@ class Case:
     dtype: str = "float32"
     features: str = "identity"
     norm: str = "none"
+    decay: str = "none"
 
     def __str__(self) -> str:
         mapped = f", {self.features} with {self.norm} norm" if self.mapped else ""
-        return f"{self.rule} rule, {','.join(map(str, self.shape))}{mapped}, {self.dtype} on {self.device}"
+        decay = "" if self.decay == "none" else f", one decay per {self.decay}"
+        return f"{self.rule} rule, {','.join(map(str, self.shape))}{mapped}{decay}, {self.dtype} on {self.device}"
 
     @property
     def mapped(self) -> bool:
@@ -52,7 +56,11 @@ class Case:
         return features.parse(self.features).width(self.shape[3])
 
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v, beta (delta rule only, so that every peer of the sum rule computes the same) and the gradient do."""
+        """q, k, v, beta (delta rule only, so that every peer of the sum rule computes the same), log_decay where there
+        is a decay, and the gradient do.
+
+        Half of the decays lie between 0.91 and 0.97, and one of 200 under 0.5.
+        """
         B, T, H, K, V = self.shape
         generator = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
         q, k = torch.randn(2, B, T, H, K, generator=generator)
@@ -62,6 +70,9 @@ class Case:
         x = dict(q=q, k=k, v=v, do=do)
         if self.rule == "delta":
             x["beta"] = torch.randn(B, T, H, generator=generator).sigmoid()
+        if self.decay != "none":
+            width = [self.key_width] if self.decay == "channel" else []
+            x["log_decay"] = -(torch.randn(B, T, H, *width, generator=generator) - 3).exp()
         return {name: a.to(self.device, getattr(torch, self.dtype)) for name, a in x.items()}
 
     def asdict(self) -> dict[str, object]:
@@ -98,11 +109,12 @@ class Contestant:
     Attributes:
         name: as tables call it.
         call: call(*native inputs) returns the output and the last state (None if it has none).
-        to_native: makes the native inputs from q, k, v and beta, the first three the queries, keys and values; peers
-            take them in another layout or scale.
+        to_native: makes the native inputs from those of INPUTS, None for what the case has not; peers take them in
+            another layout or scale.
         from_native: turns their output and state into ours. Both run outside the clock.
         peer: whether it is another library.
         comparable: False for another function, timed for reference only.
+        backward: False where its backward pass does not run here, and its forward pass alone is timed.
     """
 
     name: str
@@ -111,14 +123,15 @@ class Contestant:
     from_native: Callable[..., tuple[Tensor | None, ...]] = same
     peer: bool = True
     comparable: bool = True  # False: another function, timed for reference only
+    backward: bool = True
 
 
 def our_method(method: str, case: Case) -> Contestant:
     """`fast_weight` with one method, features and all."""
     how = dict(rule=case.rule, features=case.features, norm=case.norm, method=method)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-        return fast_weight(q, k, v, beta=beta, **how)  # type: ignore[arg-type]
+    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fast_weight(q, k, v, beta=beta, log_decay=log_decay, **how)  # type: ignore[arg-type]
 
     return Contestant(method, call, peer=False)
 
@@ -127,9 +140,9 @@ def composed(contestant: Contestant, case: Case) -> Contestant:
     """A contestant that knows no features, after theirs in PyTorch's own operators, all in the clock."""
     spec = Spec(features=case.features, norm=case.norm)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def call(q: Tensor, k: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q, k = (map_plainly(x, spec) for x in (q, k))
-        o, state = contestant.from_native(*contestant.call(*contestant.to_native(q, k, v, beta)))
+        o, state = contestant.from_native(*contestant.call(*contestant.to_native(q, k, *others)))
         assert o is not None
         return o, state
 
@@ -138,8 +151,7 @@ def composed(contestant: Contestant, case: Case) -> Contestant:
 
 def eager_method(method: str, case: Case) -> Contestant:
     """`fast_weight` with one method, after the features in PyTorch's own operators: what others would compose."""
-    alone = Case(case.rule, case.shape, case.device, case.dtype)
-    return composed(our_method(method, alone), case)
+    return composed(our_method(method, replace(case, features="identity", norm="none")), case)
 
 
 def our_methods() -> tuple[str, ...]:
@@ -151,4 +163,5 @@ def auto(case: Case) -> str:
     """The method "auto" stands for in this case."""
     B, T, H, K, V = case.shape
     q, v = (torch.empty(B, T, H, width, device=case.device, dtype=getattr(torch, case.dtype)) for width in (K, V))
-    return choose(Inputs(q, q, v), Spec(rule=case.rule))
+    log_decay = {"none": None, "head": q[..., 0], "channel": q}[case.decay]
+    return choose(Inputs(q, q, v, log_decay=log_decay), Spec(rule=case.rule))

@@ -154,7 +154,12 @@ def contestants(shape: Shape, device: str, precision: str) -> dict[str, Callable
 
 
 def run(
-    shapes: Sequence[Shape], device: str, precisions: Sequence[str], repeats: int, advance: Advance
+    shapes: Sequence[Shape],
+    device: str,
+    precisions: Sequence[str],
+    repeats: int,
+    advance: Advance,
+    tell: Callable[[list[Result]], None] = lambda results: None,
 ) -> list[Result]:
     """Check the layer, then time all contestants in turns, for every shape and precision.
 
@@ -164,8 +169,9 @@ def run(
         precisions: of TOLERANCE.
         repeats: samples per contestant.
         advance: moves a progress bar.
+        tell: called with the results so far after each.
     """
-    results = []
+    results = list[Result]()
     for shape in shapes:
         for precision in precisions:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -182,12 +188,18 @@ def run(
                     torch.cuda.synchronize()
                     peak[name] = torch.cuda.max_memory_allocated() - before
             results.append(Result(shape, precision, error, interleave(calls, repeats=repeats, device=device), peak))
+            tell(results)
             advance(f"{shape} {precision}", 1)
     return results
 
 
 def run_frameworks(
-    shapes: Sequence[Shape], device: str, repeats: int, advance: Advance, only: Sequence[str] | None = None
+    shapes: Sequence[Shape],
+    device: str,
+    repeats: int,
+    advance: Advance,
+    only: Sequence[str] | None = None,
+    tell: Callable[[list[dict[str, Any]]], None] = lambda found: None,
 ) -> list[dict[str, Any]]:
     """Milliseconds of the block alone by framework, published and refreshed, in float32 as each makes products.
 
@@ -197,8 +209,9 @@ def run_frameworks(
         repeats: samples of each framework.
         advance: called after each sample, for a progress bar.
         only: "jax", "keras", both, or "none"; all that are installed when absent.
+        tell: called with what was found so far after each.
     """
-    frameworks, found = fwl_frameworks.chosen(only), []
+    frameworks, found = fwl_frameworks.chosen(only), list[dict[str, Any]]()
     if not frameworks:
         return []
     torch.backends.cuda.matmul.allow_tf32 = True  # as JAX does unless told otherwise
@@ -208,6 +221,7 @@ def run_frameworks(
             error = fwl_frameworks.check(steps)
             timings = interleave(steps, repeats=repeats)  # every step waits for its device
             found.append(dict(shape=shape, refresh=refresh, error=error, timings=timings))
+            tell(found)
             advance(f"{shape} in {', '.join(frameworks)}", 0.5)
     return found
 
@@ -227,8 +241,14 @@ def show_frameworks(found: Sequence[dict[str, Any]], device: str, console: Conso
 
 
 def payload_frameworks(found: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
-    """The same, for JSON."""
-    return [r | dict(timings={name: timing_dict(t) for name, t in r["timings"].items()}) for r in found]
+    """The same, for JSON, with the milliseconds of the published JAX block where they are known."""
+    published = {shape: ms for shape, (ms, _) in PUBLISHED.items()}
+    return [
+        r
+        | dict(timings={name: timing_dict(t) for name, t in r["timings"].items()})
+        | dict(published_ms=published.get(r["shape"]))
+        for r in found
+    ]
 
 
 def show(results: Sequence[Result], device: str, console: Console) -> None:

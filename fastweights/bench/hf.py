@@ -8,7 +8,6 @@ import copy
 import inspect
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,34 +17,13 @@ from torch import Tensor
 from fastweights.bench.agree import TOLERANCE, Disagreement
 from fastweights.bench.hf_models import Size, build
 from fastweights.bench.hf_results import Result, Times
-from fastweights.bench.timing import Advance, Call, Clock, CpuClock, CudaClock
+from fastweights.bench.timing import Advance, Call, clock
 from fastweights.core import FastWeightError
 from fastweights.hf.accelerate import RULES, accelerate, gated_delta_rule
 
 # How far ours may be from theirs, of the largest number: both sum in other orders.
 EXACT = 1e-4  # in float32, of the largest number; in bfloat16 what other benches allow, and twice what theirs errs
 PARTS = ("rule", "layer", "model")
-
-
-class ProcessorClock:
-    """Processor time of this process: what other programs take does not count. For one thread."""
-
-    def sample(self, call: Call) -> Callable[[], float]:
-        """Call it; a function that says the milliseconds of processor time it took."""
-        start = time.process_time()
-        call()
-        elapsed = 1e3 * (time.process_time() - start)
-        return lambda: elapsed
-
-
-def clock(device: str) -> "Clock | ProcessorClock":
-    """The GPU's own clock; on a CPU the wall's, or the processor's where there is one thread.
-
-    On a shared machine the wall's clock counts what other programs take; with one thread processor time is the better.
-    """
-    if device == "cuda":
-        return CudaClock()
-    return ProcessorClock() if torch.get_num_threads() == 1 else CpuClock()
 
 
 def run(

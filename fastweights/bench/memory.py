@@ -1,14 +1,16 @@
 """`fastweights bench memory`: our methods against the peers, forward and forward+backward, in one interleaved run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from fastweights.bench import agree, peers
 from fastweights.bench.case import (
+    DECAYS,
     INPUTS,
     Case,
     Contestant,
@@ -19,7 +21,7 @@ from fastweights.bench.case import (
     our_method,
     our_methods,
 )
-from fastweights.bench.timing import Advance, Call, Timing, interleave
+from fastweights.bench.timing import Advance, Call, Timing, clock, interleave
 from fastweights.core import FastWeightError
 from fastweights.features import parse_fixed
 from fastweights.torch.ops import METHODS
@@ -61,8 +63,9 @@ class Result:
 
     def speedup(self, name: str, which: str) -> float | None:
         """How many times as fast as the fastest peer that computes the same."""
-        times = [self.passes[which][peer].median for peer in self.peers]
-        return min(times) / self.passes[which][name].median if times else None
+        timed = self.passes[which]
+        times = [timed[peer].median for peer in self.peers if peer in timed]
+        return min(times) / timed[name].median if times and name in timed else None
 
 
 def cases(
@@ -72,18 +75,25 @@ def cases(
     dtype: str,
     features: str = "identity",
     norm: str = "none",
+    decays: Sequence[str] = ("none",),
 ) -> list[Case]:
-    """Every rule on every shape; on a GPU's own shapes the paper's features too, if none are named.
+    """Every rule on every shape with every decay; on a GPU's own shapes the paper's features too, if none are named.
 
     Args:
         shapes: (B, T, H, K, V) of each.
         rules: "delta", "sum".
         device, dtype: of the inputs.
         features, norm: as for `fast_weight`.
+        decays: of DECAYS.
     """
     parse_fixed(features)
-    asked = [Case(rule, shape, device, dtype, features, norm) for rule in rules for shape in shapes]
-    if tuple(shapes) == SHAPES[device] and "delta" in rules and (features, norm) == ("identity", "none"):
+    for decay in decays:
+        if decay not in DECAYS:
+            raise FastWeightError(f"--decay is {decay!r}; expected one of {', '.join(DECAYS)}")
+    wanted = product(rules, shapes, decays)
+    asked = [Case(rule, shape, device, dtype, features, norm, decay) for rule, shape, decay in wanted]
+    plain = (features, norm, *decays) == ("identity", "none", "none")
+    if tuple(shapes) == SHAPES[device] and "delta" in rules and plain:
         asked += [Case("delta", shape, device, dtype, "dpfp-3", "sum") for shape in PAPER.get(device, ())]
     return asked
 
@@ -96,6 +106,7 @@ def run(
     only: Sequence[str] = (),
     softmax: bool = False,
     advance: Advance = lambda what, steps: None,
+    tell: Callable[[list[Result]], None] = lambda results: None,
 ) -> list[Result]:
     """Check every case, then time every case.
 
@@ -103,32 +114,38 @@ def run(
         cases: what to compute.
         repeats: samples per contestant.
         methods: ours; all but the loop over tokens when empty.
-        only: these peers alone; all that are installed when empty.
+        only: these peers alone, or "none"; all that are installed when empty.
         softmax: also time causal softmax attention, which is another function.
         advance: moves the progress bar, by two steps per case.
+        tell: called with the results so far when a case has been timed.
     """
-    results, entered = [], []
+    results, entered = list[Result](), []
     for case in cases:
         advance(f"checking {case}", 0)
         contestants, left_out = enter(case, methods, only, softmax)
         errors, failed = agree.check(case, contestants, case.tensors())
-        contestants = [c for c in contestants if c.name not in failed]
+        contestants = [
+            replace(c, backward=agree.without_backward(c.name) not in failed)
+            for c in contestants
+            if c.name not in failed
+        ]
         same = tuple(c.name for c in contestants if c.peer and c.comparable)
         results.append(Result(case, auto(case), errors=errors, peers=same, left_out=left_out | failed))
         entered.append(contestants)
         advance(f"checking {case}", 1)
     # All cases are checked before any is timed: a disagreement shows early, and nothing is reported then.
-    for result, contestants in zip(results, entered, strict=True):
+    for at, (result, contestants) in enumerate(zip(results, entered, strict=True), 1):
         result.passes = time(result.case, contestants, repeats, advance)
         if result.case.device == "cuda":
             result.extra_bytes = peaks(result.case, contestants)
+        tell(results[:at])
     return results
 
 
 def peaks(case: Case, contestants: Sequence[Contestant]) -> dict[str, int]:
     """The most memory that forward+backward of each takes above its inputs, on a GPU."""
     x, found = case.tensors(), {}
-    for contestant in contestants:
+    for contestant in (c for c in contestants if c.backward):
         call = forward_backward(contestant, x)
         call()
         torch.cuda.synchronize()
@@ -151,7 +168,7 @@ def enter(
     Returns:
         The contestants, and {name: reason} of those left out.
     """
-    names = [peer.name for peer in peers.PEERS]
+    names = [*(peer.name for peer in peers.PEERS), "none"]
     for name in only:
         if name not in names:
             raise FastWeightError(f"--peer is {name!r}; expected one of {', '.join(names)}")
@@ -182,7 +199,7 @@ def enter(
 def _refusal(contestant: Contestant, case: Case) -> str | None:
     """Why one of our methods cannot run here, in its own words."""
     _, _, _, K, V = case.shape
-    x = Case(case.rule, (1, 2, 1, K, V), case.device, case.dtype).tensors()
+    x = replace(case, shape=(1, 2, 1, K, V)).tensors()
     try:
         contestant.call(*(x.get(name) for name in INPUTS))
     except FastWeightError as error:
@@ -191,7 +208,7 @@ def _refusal(contestant: Contestant, case: Case) -> str | None:
 
 
 def time(case: Case, contestants: Sequence[Contestant], repeats: int, advance: Advance) -> dict[str, dict[str, Timing]]:
-    """Forward without gradients, then forward+backward with the gradients of all inputs.
+    """Forward without gradients, then forward+backward with the gradients of all inputs, of those that can.
 
     Args:
         case: shape, rule, device and dtype of the problem.
@@ -202,10 +219,10 @@ def time(case: Case, contestants: Sequence[Contestant], repeats: int, advance: A
     x = case.tensors()
     timed = {}
     for which, prepare in (("forward", forward), ("forward_backward", forward_backward)):
-        calls = {c.name: prepare(c, x) for c in contestants}
+        calls = {c.name: prepare(c, x) for c in contestants if c.backward or which == "forward"}
         share = 1 / (len(PASSES) * repeats * len(calls))
         tick = partial(advance, f"timing {case}", share)
-        timed[which] = interleave(calls, repeats=repeats, device=case.device, tick=tick)
+        timed[which] = interleave(calls, repeats=repeats, tick=tick, by=clock(case.device))
     return timed
 
 

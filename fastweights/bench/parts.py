@@ -42,29 +42,27 @@ def _of_kernels() -> dict[str, str]:
         return {}
     import triton
 
-    from fastweights.torch import kernels as k
     from fastweights.torch.kernels import (
+        backward_walk,
         convolution,
+        dpfp,
         features,
+        forward_walk,
+        inverse,
+        local,
         mixer_tiles,
         packed_convolution,
         packed_gradients,
+        rates,
+        spans,
+        step,
         wide_keys,
     )
 
-    memory = (
-        k.tiles,
-        k.inverse,
-        k.forward_kernels,
-        k.backward_kernels,
-        k.spans,
-        k.sequence_parallel,
-        k.step,
-        wide_keys,
-    )
+    memory = (rates, inverse, forward_walk, backward_walk, spans, local, wide_keys, step)
+    maps = (convolution, packed_convolution, packed_gradients, features, dpfp)
     found: dict[str, str] = {}
-    # Names that both have are the memory's: a layer's features are mapped by `prepare`.
-    for part, modules in {CONV: (convolution, packed_convolution, packed_gradients, features), MEMORY: memory}.items():
+    for part, modules in {CONV: maps, MEMORY: memory}.items():
         for module in modules:
             own = [x for x in vars(module).values() if isinstance(x, triton.runtime.KernelInterface)]
             found |= {x.__name__: part for x in own if x.__module__ == module.__name__}

@@ -46,16 +46,22 @@ def _load(module: str, name: str) -> Callable | str:
 
 
 def _hugging_face(case: Case, name: str) -> Contestant | str:
-    """The chunked delta rule in PyTorch that Qwen3-Next runs when no kernels are installed. It divides q by sqrt(K)."""
+    """The chunked delta rule in PyTorch that Qwen3-Next runs when no kernels are installed, with a decay per channel
+    that of Kimi Linear. It divides q by sqrt(K).
+    """
     if case.rule != "delta":
         return "delta rule only"
-    load = _load("transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule")
+    models = "transformers.models."
+    if case.decay == "channel":
+        load = _load(models + "kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention")
+    else:
+        load = _load(models + "qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule")
     if isinstance(load, str):
         return load
     rule = inspect.unwrap(load)  # the PyTorch function itself: no notice, no kernels in its place
 
-    def to_native(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        return q * q.shape[-1] ** 0.5, k, v, torch.zeros_like(beta), beta
+    def to_native(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
+        return q * q.shape[-1] ** 0.5, k, v, torch.zeros_like(beta) if log_decay is None else log_decay, beta
 
     def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         return rule(
@@ -73,35 +79,48 @@ def _hugging_face(case: Case, name: str) -> Contestant | str:
     return Contestant(name, call, to_native)
 
 
+FLA = {  # module and function by rule and decay
+    ("sum", "none"): ("fla.ops.linear_attn", "chunk_linear_attn"),
+    ("sum", "head"): ("fla.ops.simple_gla", "chunk_simple_gla"),
+    ("sum", "channel"): ("fla.ops.gla", "chunk_gla"),
+    ("delta", "none"): ("fla.ops.delta_rule", "chunk_delta_rule"),
+    ("delta", "head"): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ("delta", "channel"): ("fla.ops.kda", "chunk_kda"),
+}
+
+
 def _flash_linear_attention(case: Case, name: str) -> Contestant | str:
     """FLA's Triton kernels."""
     if case.device != "cuda":
         return "CUDA only"
-    if case.rule == "sum":
-        linear = _load("fla.ops.linear_attn", "chunk_linear_attn")
-        if isinstance(linear, str):
-            return linear
-        return Contestant(
-            name,
-            lambda q, k, v, _: linear(q, k, v, scale=1.0, normalize=False, output_final_state=True),
-        )
-    if case.dtype == "float32":
-        return "its delta rule refuses float32"
-    if case.key_width > 256:
-        return "its delta rule refuses keys wider than 256"
-    # A crash of the process cannot be caught, so such cases are not tried.
-    if case.key_width & (case.key_width - 1):
-        return "its backward dies with an illegal memory access where K is no power of two, and the process with it"
-    delta = _load("fla.ops.delta_rule", "chunk_delta_rule")
-    if isinstance(delta, str):
-        return delta
-    return Contestant(name, lambda q, k, v, beta: delta(q, k, v, beta, scale=1.0, output_final_state=True))
+    if case.rule == "delta":
+        if case.dtype == "float32":
+            return "its delta rule refuses float32"
+        if case.key_width > 256:
+            return "its delta rule refuses keys wider than 256"
+        # A crash of the process cannot be caught, so such cases are not tried.
+        if case.key_width & (case.key_width - 1):
+            return "its backward dies with an illegal memory access where K is no power of two, and the process with it"
+    run = _load(*FLA[case.rule, case.decay])
+    if isinstance(run, str):
+        return run
+    more = dict(normalize=False) if (case.rule, case.decay) == ("sum", "none") else {}
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        rates = {name: x for name, x in (("g", log_decay), ("beta", beta)) if x is not None}
+        return run(q, k, v, **rates, scale=1.0, output_final_state=True, **more)
+
+    return Contestant(name, call)
 
 
 def _fast_transformers(case: Case, name: str) -> Contestant | str:
     """idiap's compiled causal product, in the layout (B, H, T, D)."""
     if case.rule != "sum":
         return "sum rule only"
+    if case.decay != "none":
+        return "no decay"
     if case.dtype != "float32":
         return "float32 only"
     product = _load("fast_transformers.causal_product", "causal_dot_product")
@@ -109,21 +128,21 @@ def _fast_transformers(case: Case, name: str) -> Contestant | str:
         return product
     if case.device == "cuda" and _load("fast_transformers.causal_product", "causal_dot_product_cuda") is None:
         return "built without CUDA"
-    return Contestant(name, lambda q, k, v, _: (product(q, k, v), None), _heads_first, _heads_last)
+    return Contestant(name, lambda q, k, v, *_: (product(q, k, v), None), _heads_first, _heads_last)
 
 
 def _softmax(case: Case, name: str) -> Contestant | str:
     """Causal softmax attention: another function, for scale."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, None]:
+    def call(q: Tensor, k: Tensor, v: Tensor, *_: None) -> tuple[Tensor, None]:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), None
 
     return Contestant(name, call, _heads_first, _heads_last, comparable=False)
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
-    """q, k and v as (B, H, T, D), contiguous."""
-    return *(x.transpose(1, 2).contiguous() for x in (q, k, v)), None
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
+    """q, k and v as (B, H, T, D), contiguous; rates and decays are not used."""
+    return tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
 
 
 def _heads_last(o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fastweights.bench import machine
+from fastweights.bench.case import Case
 from fastweights.bench.lengths import Scaling
 from fastweights.bench.memory import PASSES, Result
 from fastweights.bench.timing import Advance, Timing
@@ -69,11 +70,11 @@ def show(results: Sequence[Result], console: Console) -> None:
         for result in chosen:
             _rows(table, result, extra)
         console.print(table)
-    # Who did not take part, and why; once where the reason is the same for all rules.
+    # Who did not take part, and why; once where the reason is the same for all rules and decays.
     for name in dict.fromkeys(name for result in results for name in result.left_out):
-        whys = {result.case.rule: result.left_out[name] for result in results if name in result.left_out}
+        whys = {_kind(result.case): result.left_out[name] for result in results if name in result.left_out}
         reasons = dict.fromkeys(whys.values())
-        text = next(iter(reasons)) if len(reasons) == 1 else "; ".join(f"{rule}: {why}" for rule, why in whys.items())
+        text = next(iter(reasons)) if len(reasons) == 1 else "; ".join(f"{kind}: {why}" for kind, why in whys.items())
         console.print(f"left out: {name}: {text}", style="dim", highlight=False, markup=False)
     console.print(NOTES, style="dim", highlight=False, markup=False)
 
@@ -81,6 +82,11 @@ def show(results: Sequence[Result], console: Console) -> None:
 def new_table(title: str) -> Table:
     """An empty table with this title, without vertical lines."""
     return Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False, collapse_padding=True)
+
+
+def _kind(case: Case) -> str:
+    """The rule of a case, and its decay where there is one."""
+    return case.rule if case.decay == "none" else f"{case.rule}, decay per {case.decay}"
 
 
 def _rows(table: Table, result: Result, extra: bool) -> None:
@@ -95,13 +101,16 @@ def _rows(table: Table, result: Result, extra: bool) -> None:
     place = ",".join(map(str, (*shape, K) if V == K else (*shape, K, V)))
     if result.case.mapped:
         place += f"\n{result.case.features}, {result.case.norm}"
+    if result.case.decay != "none":
+        place += f"\ndecay per {result.case.decay}"
     # One line per contestant; the shape stands in the first alone.
     for name in result.passes["forward"]:
         cells = []
         for which in PASSES:
             timings, ratio = result.passes[which], result.speedup(name, which)
-            mark = "~" if any(timings[n].noisy for n in (name, *result.peers)) else ""
-            cells += [milliseconds(timings[name]), "" if ratio is None else f"{mark}{ratio:.2f}"]
+            mark = "~" if any(timings[n].noisy for n in (name, *result.peers) if n in timings) else ""
+            cells += [milliseconds(timings[name]) if name in timings else ""]
+            cells += ["" if ratio is None else f"{mark}{ratio:.2f}"]
         error = f"{max(result.errors[name].values()):.0e}" if name in result.errors else "other"
         if extra:
             cells.append(f"{result.extra_bytes[name] / 2**20:.0f}" if name in result.extra_bytes else "")

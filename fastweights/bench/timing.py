@@ -48,6 +48,7 @@ def interleave(
     repeats: int,
     device: str = "cpu",
     tick: Callable[[], None] = lambda: None,
+    by: "Clock | None" = None,
 ) -> dict[str, Timing]:
     """Time each callable `repeats` times, in turns, after one call each that does not count.
 
@@ -59,6 +60,7 @@ def interleave(
         repeats: samples of each.
         device: "cpu" or "cuda".
         tick: called after each sample, outside the clock.
+        by: the clock, in place of the device's own or the wall's.
 
         >>> timings = interleave({"sum": lambda: sum(range(100)), "len": lambda: len("abc")}, repeats=3)
         >>> [(name, timing.repeats) for name, timing in timings.items()]
@@ -68,13 +70,13 @@ def interleave(
         raise ValueError(f"repeats is {repeats}; expected at least 1")
     for call in contestants.values():
         call()
-    clock: Clock = CudaClock() if device == "cuda" else CpuClock()
+    by = by or (CudaClock() if device == "cuda" else CpuClock())
     samples: dict[str, list[Callable[[], float]]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            samples[name].append(clock.sample(contestants[name]))
+            samples[name].append(by.sample(contestants[name]))
             tick()
     return {name: Timing.of([read() for read in reads]) for name, reads in samples.items()}
 
@@ -87,6 +89,17 @@ class CpuClock:
         start = time.perf_counter()
         call()
         elapsed = 1e3 * (time.perf_counter() - start)
+        return lambda: elapsed
+
+
+class ProcessorClock:
+    """Processor time of this process: what other programs take does not count. For one thread."""
+
+    def sample(self, call: Call) -> Callable[[], float]:
+        """Call it; a function that says the milliseconds of processor time it took."""
+        start = time.process_time()
+        call()
+        elapsed = 1e3 * (time.process_time() - start)
         return lambda: elapsed
 
 
@@ -123,4 +136,16 @@ class CudaClock:
         return read
 
 
-Clock = CpuClock | CudaClock
+Clock = CpuClock | ProcessorClock | CudaClock
+
+
+def clock(device: str) -> Clock:
+    """The GPU's own clock; on a CPU the wall's, or the processor's where there is one thread.
+
+    On a shared machine the wall's clock counts what other programs take; with one thread processor time is the better.
+    """
+    import torch
+
+    if device == "cuda":
+        return CudaClock()
+    return ProcessorClock() if torch.get_num_threads() == 1 else CpuClock()

@@ -53,7 +53,7 @@ class Result:
     CUDA graph, else "compiled" or "eager", with "+captured" where a Fast Weight Layer is one;  share_of_peak: the
     arithmetic that the model needs over what the device could do in that time;  peak_bytes: the most GPU memory that
     was held at once;  host_ms: until the host has queued a step;  parts: milliseconds by part of the model, where they
-    were asked for.
+    were asked for;  flop_per_token: of a step.
     """
 
     size: str
@@ -69,6 +69,7 @@ class Result:
     peak_bytes: int
     host_ms: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
+    flop_per_token: int = 0
 
 
 def corpus(tokens: int, vocab: int) -> Corpus:
@@ -121,6 +122,37 @@ def _trainer(config: Config, vocab: int, device: str, peer: bool, texts: Corpus)
     return Trainer(config, Path(), texts, model.to(device), Ranks(device=device))
 
 
+class Steps:
+    """Training steps of one model, one per call, as `fastweights train` makes them.
+
+    Args:
+        config: of the model and its training.
+        vocab: size of the vocabulary.
+        device: "cpu" or "cuda".
+        most: steps that there will be, for which there are texts.
+        peer: put FLA's layer in the place of ours.
+    """
+
+    def __init__(self, config: Config, vocab: int, device: str, most: int, *, peer: bool = False):
+        self.trainer = _trainer(config, vocab, device, peer, corpus(most * config.batch * config.length + 1, vocab))
+        self.states, self.losses = self.trainer.start()[0], list[Tensor]()
+        self.wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def __call__(self) -> None:
+        """One step, which on a GPU may still be on its way."""
+        loss, self.states = self.trainer.step(len(self.losses), 0.1, self.states)
+        self.losses.append(loss)
+
+    def seconds(self, steps: int) -> float:
+        """Of so many steps together, until the device has nothing left to do."""
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self()
+        self.wait()
+        return time.perf_counter() - started
+
+
 def measure(
     size: str, config: Config, vocab: int, device: str, *, repeats: int, peer: bool = False, profile: bool = False
 ) -> Result:
@@ -139,40 +171,18 @@ def measure(
         profile: also say where the time goes.
     """
     torch.compiler.reset()  # a process may compile one function for few models
-    texts = corpus((repeats + 20) * config.batch * config.length + 1, vocab)
-    trainer = _trainer(config, vocab, device, peer, texts)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    states, at = trainer.start()[0], 0
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        nonlocal states, at
-        loss, states = trainer.step(at, 0.1, states)
-        losses.append(loss)
-        at += 1
-
-    wait()
-    started = time.perf_counter()
-    for _ in range(WARM):
-        step()
-    wait()
-    ready, rounds = time.perf_counter() - started, []
-    for _ in range(min(6, repeats)):  # of what is kept between steps, the last comes to be
-        step()
-    wait()
-    for _ in range(3):
-        started = time.perf_counter()
-        for _ in range(max(1, repeats // 3)):
-            step()
-        wait()
-        rounds.append((time.perf_counter() - started) / max(1, repeats // 3))
-    seconds = sorted(rounds)[1]
+    step = Steps(config, vocab, device, repeats + 20, peer=peer)
+    trainer = step.trainer
+    ready = step.seconds(WARM)
+    step.seconds(min(6, repeats))  # of what is kept between steps, the last comes to be
+    steps = max(1, repeats // 3)
+    seconds = sorted(step.seconds(steps) / steps for _ in range(3))[1]
     started = time.perf_counter()
     step()
     host = time.perf_counter() - started
-    wait()
+    step.wait()
     rate, ran, where = config.batch * config.length / seconds, trainer.ran, dict[str, float]()
     if ran != "captured" and "captured" in trainer.fast_form():
         ran += "+captured"
@@ -194,10 +204,11 @@ def measure(
         rate * trainer.flop_per_token() / trainer.peak(),
         1e3 * seconds,
         ready,
-        float(losses[WARM - 1]),
+        float(step.losses[WARM - 1]),
         torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         1e3 * host,
         where,
+        trainer.flop_per_token(),
     )
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from fastweights.cli.bench_options import (
+    Decays,
     Device,
     Inputs,
     Json,
@@ -24,6 +25,8 @@ from fastweights.cli.bench_options import (
     start,
     write,
 )
+from fastweights.cli.options import say
+from fastweights.files import write_json
 
 
 def memory(
@@ -35,9 +38,11 @@ def memory(
         str, typer.Option(help="Feature map of queries and keys, such as dpfp-3, within the time.")
     ] = "identity",
     norm: Annotated[str, typer.Option(help="Norm of the features: none, sum or l2.")] = "none",
+    decay: Decays = None,
     method: Methods = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Peer to time, such as FLA; repeatable. All installed when absent.")
+        list[str] | None,
+        typer.Option(help="Peer to time, such as FLA, or none; repeatable. All installed when absent."),
     ] = None,
     device: On = Device.cpu,
     dtype: Inputs = None,
@@ -48,11 +53,12 @@ def memory(
 ) -> None:
     """Time the memory, forward and forward+backward.
 
-    Contestants are our methods and, where they are installed, Hugging Face's delta rule, flash-linear-attention (FLA)
+    Contestants are our methods and, where they are installed, Hugging Face's delta rules, flash-linear-attention (FLA)
     and fast-transformers. They take turns, so that a slow moment of the machine falls on all alike. Outputs, states and
-    gradients are first compared with float64; when one deviates, nothing is reported and the exit code is 1.
+    gradients are first compared with float64; when one deviates, nothing is reported and the exit code is 1. With one
+    thread (OMP_NUM_THREADS=1) on a CPU the clock is the processor's, which other programs disturb less than the wall's.
 
-    For example: `fastweights bench memory --rule sum --softmax --repeats 50`
+    For example: `fastweights bench memory --rule delta --decay none --decay head --decay channel`
     """
     path = start("bench memory", device, "", smoke, json)
     from fastweights.bench import memory as bench_memory
@@ -62,7 +68,8 @@ def memory(
     # Shapes that were asked for, or those of the device; tiny ones for a smoke test.
     shapes = [parse_shape(text) for text in shape or ()]
     shapes = shapes or list(bench_memory.SMOKE if smoke else bench_memory.SHAPES[device])
-    cases = bench_memory.cases(shapes, rules_of(rule), device, dtype_of(dtype, device), features, norm)
+    how = (features, norm, decay or ("none",))
+    cases = bench_memory.cases(shapes, rules_of(rule), device, dtype_of(dtype, device), *how)
     with agreeing(bench_memory.STEPS * len(cases)) as advance:
         results = bench_memory.run(
             cases,
@@ -71,9 +78,10 @@ def memory(
             only=peer or (),
             softmax=softmax,
             advance=advance,
+            tell=lambda done: write_json(path, report.payload(device, done)),
         )
     report.show(results, Console())
-    write(path, report.payload(device, results))
+    say(f"Written to {path}")
 
 
 def lengths(

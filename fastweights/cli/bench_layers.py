@@ -1,6 +1,7 @@
 """`fastweights bench layers`, `host`, `fwl` and `lab`: what layers cost, on a device and on its host."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +18,9 @@ from fastweights.cli.bench_options import (
     start,
     write,
 )
+from fastweights.cli.options import say
 from fastweights.core import FastWeightError
+from fastweights.files import write_json
 
 
 def layers(
@@ -105,6 +108,12 @@ def fwl(
             help="Framework besides PyTorch to time: jax, keras or none; repeatable. All installed ones when absent."
         ),
     ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Products of PyTorch's block on a GPU: float32, tf32 or bfloat16; repeatable. All when absent."
+        ),
+    ] = None,
     repeats: Repeats = None,
     smoke: Smoke = False,
     json: Json = None,
@@ -123,15 +132,28 @@ def fwl(
 
     # On a GPU the three kinds of products that it has; on a CPU there is one.
     shapes = bench_fwl.SMOKE if smoke else bench_fwl.SHAPES[device]
-    precisions = ["float32", "tf32", "bfloat16"] if device == Device.cuda else ["float32"]
-    samples = repeats or (2 if smoke else 10)
+    known = list(bench_fwl.TOLERANCE) if device == Device.cuda else ["float32"]
+    for each in precision or ():
+        if each not in known:
+            raise FastWeightError(f"--precision is {each!r}; expected one of {', '.join(known)} on {device}")
+    precisions, samples = precision or known, repeats or (2 if smoke else 10)
+    found: dict[str, object] = {}
+
+    def kept(name: str, payload: Callable[[Any], object]) -> Callable[[Any], None]:
+        def tell(results: Any) -> None:  # minutes may lie between two: what is there is kept
+            found[name] = payload(results)
+            write_json(path, report.payload(device) | found)
+
+        return tell
+
     with agreeing(len(shapes) * (len(precisions) + 1)) as advance:
-        results = bench_fwl.run(shapes, device, precisions, samples, advance)
-        frameworks = bench_fwl.run_frameworks(shapes, device, samples, advance, framework)
+        tell = kept("fwl", bench_fwl.payload)
+        results = bench_fwl.run(shapes, device, precisions, samples, advance, tell)
+        tell = kept("fwl_frameworks", bench_fwl.payload_frameworks)
+        frameworks = bench_fwl.run_frameworks(shapes, device, samples, advance, framework, tell)
     bench_fwl.show(results, device, Console())
     bench_fwl.show_frameworks(frameworks, device, Console())
-    found = {"fwl": bench_fwl.payload(results), "fwl_frameworks": bench_fwl.payload_frameworks(frameworks)}
-    write(path, report.payload(device) | found)
+    say(f"Written to {path}")
 
 
 def lab(repeats: Repeats = None, smoke: Smoke = False, json: Json = None) -> None:

@@ -48,6 +48,10 @@ Json = Annotated[
     ),
 ]
 Rules = Annotated[Rule | None, typer.Option(help="Rule of the memory to time; both when absent.")]
+Decays = Annotated[
+    list[str] | None,
+    typer.Option("--decay", help="Decay: none, head (one per head) or channel; repeatable. none when absent."),
+]
 Methods = Annotated[
     list[str] | None,
     typer.Option(help="Method of ours to time; repeatable. All but the loop over tokens when absent."),

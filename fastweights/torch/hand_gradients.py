@@ -351,7 +351,7 @@ def mix_heads(config: Any, layer: Any, p: torch.Tensor, state: Any, cu_seqlens: 
     memory, _, before = (None, None, None) if state is None else state
     names = ("conv", "decay_log", "decay_bias", "out_norm")
     conv, decay_log, decay_bias, out_norm = (getattr(layer, name, None) for name in names)
-    given = mixer.Given(p, conv, decay_log, decay_bias, out_norm, memory, before, cu_seqlens)
+    given = mixer.LayerTensors(p, conv, decay_log, decay_bias, out_norm, memory, before, cu_seqlens)
     carried = getattr(layer, "carries_gradients", True)
     return mixer.mix(config, given, carried=carried) if mixer.takes(config, given) else None
 

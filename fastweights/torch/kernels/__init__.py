@@ -1,22 +1,87 @@
-"""`fast_weight` as Triton kernels: the chunk inverses, a walk over the memory, and the same backwards.
+"""`fast_weight(method="kernel")`: the memory as Triton kernels for a CUDA GPU. Start reading this folder here.
 
-Forward, with C = 64 tokens per chunk:
+From a call to its launches
 
-    rates       tiles.py      beta and the running sums of log_decay, laid out chunk by chunk
-    inverse     inverse.py    X = (I + L)^{-1} of every chunk (delta rule), and A, what queries read of their own chunk
-                              (where something decays), all chunks at once
-    walk        forward.py    the memory from chunk to chunk: errors u, outputs o, and S kept at the start of each span
+1. `fast_weight` (torch/ops.py) checks its arguments, makes an `Inputs` and a `Spec` of them, and calls `run` below.
+2. A single token without gradients is one launch of one kernel: step.py. All other calls go to torch/methods.py, which
+   attaches autograd and comes back to `forward` below and, when gradients are asked for, to `backward`.
+3. Both look for a *plan* (plan.py): all that a call of these shapes and dtypes does on the device, as buffers to
+   allocate and kernels to launch. The first call of its kind makes the plan, and that of its backward pass, in
+   memory_plan.py, and compiles all of their kernels side by side (launch.py). Later calls allocate and launch.
+4. memory_plan.py chooses one of two families of kernels, per_head_plan.py or general_plan.py, whose launches follow.
 
-Backward, the same inverses read again:
+What all kernels share
 
-    reverse     backward.py   the gradient D of the memory from the last chunk to the first, and dy, that of the errors
-    pairs, keys local.py      all other gradients, each chunk by itself, from S before it and D after it; or, where
-    past, future  spans.py    there is no decay and S and D are kept for every 16th chunk alone, by walks over spans
+Sequences are cut into chunks of C = 64 tokens, and chunks are numbered through all sequences (layout.py). docs/maths.md
+has the equations of a chunk; X, the inverse of its triangular system, A, what its queries read of its own errors, and
+u or e, these errors, are the same letters there. S is the memory before a chunk, D the gradient of the memory after it.
+Most kernels compute all chunks at once; two *walks*, one forward and one backward, carry S and D from chunk to chunk. S
+and D are saved, transposed, for every chunk, or once per *span* of 16 chunks (`blocks.chunks_per_span`). tiles.py
+explains the letters and switches of every kernel, blocks.py the sizes of tiles.
 
-features.py and dpfp.py map q and k before and their gradients after; wide_keys.py has both walks for memories that do
-not fit registers; sequence_parallel.py cuts long sequences of few heads; step.py does a single token. docs/maths.md
-derives what they compute. Block sizes are fixed by shape and dtype, so that a first call compiles and never measures.
-What a call allocates and launches is a plan, made once for its shapes.
+No decay, or one decay per head (per_head_plan.py)
+
+    kernel            file              a program has         and writes
+    forward
+    _rates            rates.py          chunk, 16 heads       beta and decays, chunk by chunk
+    _inverse          inverse.py        chunk, head           X; with decay also A
+    _forward_walk     forward_walk.py   sequence, head, BV    o, the final state, S, and u (delta rule)
+                                        value features
+    backward
+    _rates            rates.py          chunk, 16 heads       beta once more, without decay
+    _backward_walk    backward_walk.py  as _forward_walk      dv (or dy, which is dv without beta), D, and the gradient
+                                                              of the initial state
+    without decay, where S and D are known for every span:
+    _past_sums        spans.py          span, head, BK key    dq, dbeta, and a part of dk
+                                        features
+    _future_sums      spans.py          the same              dk
+    with decay, and where spans.py refuses, where S and D are known for every chunk:
+    _pair_gradients   local.py          chunk, head           dA and dM of pairs of tokens, dbeta; u and dv if not saved
+    _key_gradients    local.py          chunk, head, BK key   dq, dk, and parts of the gradient of log_decay
+                                        features
+    _sum_parts        local.py          1024 numbers          the gradient of log_decay
+
+Saved from forward to backward: X, A, S, u, and with decay what `_rates` wrote, each where there is one
+(`per_head_plan.saved_shapes`). Walks of keys too wide for registers are in wide_keys.py.
+
+General memories: a decay per channel, or an erase key (general_plan.py)
+
+    forward
+    prepare                  halfway.py             chunk, head   Q, E, W: queries, erase keys and keys, times decays
+                                                                  and rates; A, X, and g_end, the decay of the chunk
+    _prepare                 general.py             the same      the same, for chunks that halfway.py cannot do
+    _general_forward_walk    general_walks.py       as above      o, the final state, S, and e (delta rule)
+    backward
+    _general_backward_walk   general_walks.py       as above      dv, D, and the gradient of the initial state
+    _pair_gradients          general_gradients.py   chunk, head   dA and dM of pairs of tokens
+    gradients                halfway.py             chunk, head,  dq, dk, the gradients of the erase key and of the
+                                                    BK features   decay (or parts of it), and parts of that of beta
+    _gradients               general_gradients.py   the same      the same, for chunks that halfway.py cannot do
+    _sum_parts               local.py               1024 numbers  dbeta, and the gradient of one decay per head
+
+halfway.py is for decays per channel in 16 bits; in float32, and without them, the kernels of general.py and
+general_gradients.py do all chunks. pairs.py explains how decays per channel are computed without overflow. Saved: what
+`prepare` wrote, S and e (`general.saved_shapes`).
+
+Around both families
+
+features.py and dpfp.py map and normalise q and k before the first of these launches; after the last they compute the
+gradients of q and k, making the features again. sequence_parallel.py cuts long sequences of few heads into sections,
+and plans more walks to find the memory before each.
+
+A whole layer as one plan
+
+torch/hand_gradients.py hands all that lies between the two projections of a `FastWeightAttention` to mixer.py, whose
+plans are made by mixer_plan.py: `mixer_tiles.prepare` (from the projection to q, k, v and rates), the launches of
+per_head_plan.py, `mixer_tiles.finish` (norm and gate), and the same backwards. mixer_operators.py has the same plans as
+operators, for torch.compile.
+
+By themselves: convolution.py, packed_convolution.py and packed_gradients.py (the short convolution), rotary.py and
+swiglu.py (parts of a Transformer), cross_entropy.py, and fwl.py, fwl_dual.py, fwl_dual_sums.py and held.py (Fast Weight
+Layers).
+
+To check a change without a GPU, tests/test_kernels*.py run all kernels in Triton's interpreter, which has no bfloat16
+products and no TMA. `python -m benchmarks.check_kernels` is the check on a GPU.
 """
 
 from typing import Any
@@ -24,30 +89,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.core import ARRAYS, TOKENS, Inputs, Spec, refuses_chunks
+from fastweights.core import Inputs, Spec, refuses_chunks
 from fastweights.features import parse
 from fastweights.torch import methods
-from fastweights.torch.kernels import backward as backward_kernels
-from fastweights.torch.kernels import (
-    blocks,
-    general,
-    general_plan,
-    inverse,
-    local,
-    sequence_parallel,
-    spans,
-    step,
-    tiles,
-)
-from fastweights.torch.kernels import features as maps_kernels
-from fastweights.torch.kernels import forward as forward_kernels
-from fastweights.torch.kernels.plan import Plan, Slot, aligned, keep
+from fastweights.torch.kernels import blocks, features, general, memory_plan, step, tiles
+from fastweights.torch.kernels.plan import Plan, aligned, keep
 from fastweights.torch.methods import Method, needs_gradient
-from fastweights.torch.packing import bound
 from fastweights.torch.private import is_transformed
 
 INTERPRETED = tiles.INTERPRETED
-CALL = ARRAYS + 3  # tensors of a call: its arrays, and the tables of its packing
 
 
 def refuses(inputs: Inputs, spec: Spec) -> str | None:
@@ -60,17 +110,17 @@ def refuses(inputs: Inputs, spec: Spec) -> str | None:
     if reason := refuses_chunks(spec):
         return reason
     if general.takes(inputs) and not (spec.writes == 1 and _is_step(inputs)):
-        return general.refuses(inputs, feature_width(inputs, spec))
+        return general.refuses(inputs, memory_plan.feature_width(inputs, spec))
     return None
 
 
 def maps(inputs: Inputs, spec: Spec) -> bool:
-    """Whether the kernels map and normalise q and k themselves; an erase key is mapped before."""
-    return inputs.erase is None and maps_kernels.takes(parse(spec.features), spec.norm, inputs.q)
+    """Whether the kernels map and normalise q and k themselves; with an erase key, `fast_weight` does so before."""
+    return inputs.erase is None and features.takes(parse(spec.features), spec.norm, inputs.q)
 
 
 def _is_step(inputs):
-    """Whether inputs are one token without gradients, which has a kernel of its own; it holds its memory's rows."""
+    """Whether the inputs are one token without gradients, whose kernel has all rows of the memory in one program."""
     q = inputs.q
     one = q.shape[1] == 1 and inputs.cu_seqlens is None and q.shape[-1] <= 4096
     return one and not needs_gradient(inputs) and not is_transformed()
@@ -86,244 +136,66 @@ def run(inputs: Inputs, spec: Spec, overwrite: bool = False) -> tuple[Tensor, Te
     return methods.run(METHOD, inputs, spec)
 
 
-def feature_width(inputs: Inputs, spec: Spec) -> int:
-    """The width K of the features of q and k."""
-    D = inputs.q.shape[-1]
-    return parse(spec.features).width(D) if spec.maps else D
-
-
-def rows_per_span(inputs: Inputs, spec: Spec) -> int:
-    """How many chunks the backward pass goes through from one kept memory."""
-    return blocks.every(feature_width(inputs, spec), inputs.v.shape[-1], inputs.q.dtype, inputs, spec)
-
-
-def pack(inputs: Inputs, spec: Spec) -> tuple[tuple[Any, ...], bool]:
-    """(tables of a packed batch, three times None for a plain one;  whether every chunk is full)."""
-    T = inputs.q.shape[1]
-    if inputs.cu_seqlens is None:
-        return (None, None, None), T % tiles.C == 0
-    return tiles.pack(inputs.cu_seqlens, T, rows_per_span(inputs, spec))
-
-
-def ready(inputs: Inputs, spec: Spec) -> list[Tensor | None]:
-    """The arrays as the kernels take them: contiguous and aligned; q and k that they will map, by rows instead."""
-    given = [None if x is None else aligned(x) for x in inputs[2:ARRAYS]]
-    if spec.maps:
-        return [maps_kernels.rows(inputs.q), maps_kernels.rows(inputs.k), *given]
-    return [aligned(inputs.q), aligned(inputs.k), *given]
-
-
 _plans: dict[tuple, Plan] = {}
 
 
-def _key(which, spec, whole, given):
-    """What a plan is made for; everything else follows from it."""
+def _key(which_pass, spec, full_chunks, tensors):
+    """What a plan is looked up by, and made for; everything else about a call follows from it."""
     precision = torch.get_float32_matmul_precision()
-    tensors = [None if x is None else (x.shape, x.dtype) for x in given]
-    strides = (given[0].stride(), given[1].stride()) if spec.maps else None  # all else is contiguous
-    return which, spec, precision, whole, strides, given[0].device, *tensors
+    kinds = [None if x is None else (x.shape, x.dtype) for x in tensors]
+    strides = (tensors[0].stride(), tensors[1].stride()) if spec.maps else None  # all other tensors are contiguous
+    return which_pass, spec, precision, full_chunks, strides, tensors[0].device, *kinds
 
 
-def layout(inputs: Inputs, spec: Spec) -> int:
-    """There is one way to save."""
+def _saved_layout(inputs: Inputs, spec: Spec) -> int:
+    """`Method.layout`: there is one way to arrange what is saved."""
     return 1
 
 
-def saves(inputs: Inputs, spec: Spec, layout: int) -> list[tuple[Any, torch.dtype]]:
-    """Shapes and dtypes of what the forward pass keeps for the backward.
-
-    X (rows, H, C, C), the inverses (delta rule); A like X, what queries read of their chunk (with decay); S (spans, H,
-    V, K), the memory before each span, transposed; u like v, what was written (delta rule). All in the dtype of q. With
-    decay also rates and decays by chunks, as `tiles.rates` gives them.
-    """
-    (B, T, H, _), V, K = inputs.q.shape, inputs.v.shape[-1], feature_width(inputs, spec)
-    if general.takes(inputs):
-        return general.shapes(inputs, spec, K, bound(B, T, tiles.C, inputs.cu_seqlens))
-    every = rows_per_span(inputs, spec)
-    rows, kept = (bound(B, T, tiles.C * size, inputs.cu_seqlens) for size in (1, every))
-    square, dtype = (rows, H, tiles.C, tiles.C), inputs.q.dtype
-    X = [square] if spec.delta else []
-    A = [square] if inputs.log_decay is not None and blocks.ON_CHIP[dtype] >= K else []
-    u = [tuple(inputs.v.shape)] if blocks.saves_errors(K, dtype, inputs.beta, spec) else []
-    rates = [] if inputs.log_decay is None else tiles.shapes_of_rates(rows, H, inputs.beta is not None, dtype)
-    return [*((shape, dtype) for shape in (*X, *A, (kept, H, V, K), *u)), *rates]
+def saves(inputs: Inputs, spec: Spec, saved_layout: int) -> list[tuple[Any, torch.dtype]]:
+    """`Method.saves`: shapes and dtypes of what the forward pass saves for the backward pass."""
+    return memory_plan.saved_shapes(inputs, spec)
 
 
-def forward(inputs: Inputs, spec: Spec, layout: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(o, state, saved): what is saved for the backward pass is as `saves` says."""
-    tables, whole = pack(inputs, spec)
-    given, save = [*ready(inputs, spec), *tables], layout > 0
-    key = _key(("forward", save), spec, whole, given)
+def forward(inputs: Inputs, spec: Spec, saved_layout: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`Method.forward`: (o, state, saved), where saved is as `saves` says, or nothing for saved_layout 0."""
+    tables, full_chunks = memory_plan.packing_tables(inputs, spec)
+    tensors, save = [*memory_plan.aligned_arrays(inputs, spec), *tables], saved_layout > 0
+    key = _key(("forward", save), spec, full_chunks, tensors)
     plan = _plans.get(key)
     if plan is None:
-        plan = plan_forward(given, inputs, spec, whole, save)
-        # The first call compiles: kernels of both passes side by side, rather than the backward's at the first step.
-        if save:  # the backward pass will follow: its kernels are compiled beside these
-            saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in saves(inputs, spec, layout)]
-            plan.finish(plan_backward([inputs.v, None, *given, *saved], inputs, spec, whole))
+        plan = memory_plan.plan_forward(tensors, inputs, spec, full_chunks, save)
+        if save:  # compile the kernels of the backward pass beside these, instead of when it comes
+            shapes = saves(inputs, spec, saved_layout)
+            saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+            plan.finish(memory_plan.plan_backward([inputs.v, None, *tensors, *saved], inputs, spec, full_chunks))
         keep(_plans, key, plan)
-    tensors = plan.run(*given)
-    o, state, *saved = (tensors[i] for i in plan.results)
+    results = plan.run(*tensors)
+    o, state, *saved = (results[place] for place in plan.results)
     return o, state, saved
 
 
 def backward(do: Tensor, dstate: Tensor | None, inputs: Inputs, saved: list[Tensor], spec: Spec) -> Inputs:
-    """Gradients as an Inputs, from those of o and of the state after the last token (None: zero) and from what was
-    saved.
-    """
-    tables, whole = pack(inputs, spec)
-    dstate = None if dstate is None else aligned(dstate)
-    arrays = [*ready(inputs, spec), *tables]
-    key = _key(("backward", dstate is None), spec, whole, arrays)  # do is like v; what was saved follows from the rest
-    given = [aligned(do), dstate, *arrays, *saved]
-    plan = _plans.get(key)
-    if plan is None:
-        plan = plan_backward(given, inputs, spec, whole)
-        keep(_plans, key, plan)
-    tensors = plan.run(*given)
-    return Inputs(*(None if i is None else tensors[i] for i in plan.results))
-
-
-def _inputs(plan, slots, inputs, spec, whole):
-    """(Inputs of slots, q and k mapped;  q and k as they came;  the layout;  sections per sequence)."""
-    q, k, *rest = slots[:ARRAYS]
-    raw = q, k
-    if spec.maps:
-        phi = parse(spec.features)
-        q, k = (maps_kernels.plan_forward(plan, x, tuple(inputs.q.shape), phi, spec.norm) for x in raw)
-    B, T, H = inputs.q.shape[:3]
-    packed, every = inputs.cu_seqlens is not None, rows_per_span(inputs, spec)
-    n = 1 if packed else sequence_parallel.sections(B, T, H, q.shape[-1], q.dtype, spec)
-    x = Inputs(q, k, *rest)
-    x = x.map_tokens(lambda slot: sequence_parallel.cut(n, slot))
-    tables = slots[ARRAYS:]
-    where = tiles.Layout.packed(tables, whole, T, every) if packed else tiles.Layout.plain(B * n, T // n, every)
-    return x, raw, where, n
-
-
-def add_forward(plan: Plan, slots: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> tuple:
-    """The launches of a forward pass in a plan: slots of o, of the state and of what is saved.
-
-    slots: of the arrays and the tables, as `ready` and `pack` give them;  inputs: tensors or slots, for their shapes.
-    """
-    precision = float32_products()
-    x, _, where, n = _inputs(plan, slots, inputs, spec, whole)
-    if general.takes(inputs):
-        o, state, saved = general_plan.add_forward(plan, x, where, n, inputs, spec, precision, save)
-        shapes = general.shapes(inputs, spec, x.k.shape[-1], where.room) if save else []
-        saved = [_shaped(plan, slot, shape) for slot, (shape, _) in zip(saved, shapes, strict=True)]
-        return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
-    beta, decays = tiles.rates(plan, x.beta, x.log_decay, where, spec, x.k)
-    X, A = inverse.inverse(plan, x.q, x.k, beta, decays, where, spec, precision)
-    walk, B = (x.q, x.k, x.v, beta, decays, X, A), inputs.q.shape[0]
-    start = x.state
-    # Long sequences of few heads: sections walk side by side once the memory before each is known.
-    if n > 1:
-        start = sequence_parallel.before_each(plan, B, *walk, start, where, spec, precision)
-    o, state, S, u = forward_kernels.walk(plan, *walk, start, where, spec, precision, width=x.v.shape[-1], save=save)
-    rates = () if decays is None else (beta, *decays)
-    saved = [x for x in (X, A, S, _shaped(plan, u, inputs.v.shape), *rates) if x is not None] if save else []
-    return _shaped(plan, o, inputs.v.shape), _last(plan, state, n), saved
-
-
-def _last(plan, state, n):
-    """The state after the last of n sections of each sequence, from those after every section."""
-    if n == 1:
-        return state
-    shape = (state.shape[0] // n, *state.shape[1:])
-    return plan.compute(lambda S: S[n - 1 :: n].contiguous(), (state,), shape, state.dtype)
-
-
-def plan_forward(given: list, inputs: Inputs, spec: Spec, whole: bool, save: bool) -> Plan:
-    """The plan of a forward pass; its results are the slots of o, the state and what is saved.
+    """`Method.backward`: the gradients, as an Inputs.
 
     Args:
-        given: tensors of the call as `ready` and `pack` make them, whose shapes and dtypes alone matter.
+        do: (B, T, H, V), the gradient of o.
+        dstate: the gradient of the state after the last token; None for zero.
         inputs, spec: of the call.
-        whole: whether every chunk is full.
-        save: whether a backward pass will follow.
+        saved: what `forward` saved.
     """
-    plan = Plan(given[0].device, given)
-    o, state, saved = add_forward(plan, plan.inputs, inputs, spec, whole, save)
-    plan.results = [slot.place for slot in (o, state, *saved)]
-    return plan
+    tables, full_chunks = memory_plan.packing_tables(inputs, spec)
+    dstate = None if dstate is None else aligned(dstate)
+    arrays = [*memory_plan.aligned_arrays(inputs, spec), *tables]
+    # do is like v, and what was saved follows from the arrays.
+    key = _key(("backward", dstate is None), spec, full_chunks, arrays)
+    tensors = [aligned(do), dstate, *arrays, *saved]
+    plan = _plans.get(key)
+    if plan is None:
+        plan = memory_plan.plan_backward(tensors, inputs, spec, full_chunks)
+        keep(_plans, key, plan)
+    results = plan.run(*tensors)
+    return Inputs(*(None if place is None else results[place] for place in plan.results))
 
 
-def plan_backward(given: list, inputs: Inputs, spec: Spec, whole: bool) -> Plan:
-    """The plan of a backward pass; its results are the slots of the gradients, in the order of Inputs.
-
-    given: do, dstate, the tensors of the forward pass and what it saved.
-    """
-    plan = Plan(given[2].device, given)
-    do, end, *slots = plan.inputs
-    grads = add_backward(plan, do, end, slots[:CALL], slots[CALL:], inputs, spec, whole)
-    plan.results = [None if slot is None else slot.place for slot in grads]
-    return plan
-
-
-def add_backward(plan: Plan, do: Slot, end: Slot | None, slots: list, saved: list, inputs: Inputs, spec: Spec,
-                 whole: bool) -> list:  # fmt: skip
-    """The launches of a backward pass in a plan: slots of the gradients, in the order of Inputs.
-
-    end: the gradient of the state after the last token;  slots, inputs: as for `add_forward`, which saved `saved`.
-    """
-    precision = float32_products()
-    x, raw, where, n = _inputs(plan, slots, inputs, spec, whole)
-    add = general_plan.add_backward if general.takes(inputs) else _backward
-    grads, dstate = add(plan, x, sequence_parallel.cut(n, do), end, saved, where, n, inputs, spec, precision)
-    if spec.maps:
-        phi, shape = parse(spec.features), tuple(inputs.q.shape)
-        grads[:2] = (
-            maps_kernels.plan_backward(plan, d, r, shape, phi, spec.norm) for d, r in zip(grads, raw, strict=False)
-        )
-    grads = [None if g is None else _shaped(plan, g, a.shape) for g, a in zip(grads, inputs[:TOKENS], strict=True)]
-    if inputs.state is None:
-        dstate = None
-    elif n > 1:
-        first = lambda D: D[::n].contiguous()  # noqa: E731
-        dstate = plan.compute(first, (dstate,), inputs.state.shape, dstate.dtype)
-    return [*grads, dstate]
-
-
-def _backward(plan, x, do, end, saved, where, n, inputs, spec, precision):
-    """`general_plan.add_backward` for one decay per head, or none, and no erase key."""
-    B, saved = inputs.q.shape[0], iter(saved)
-    X = next(saved) if spec.delta else None
-    A = next(saved) if x.log_decay is not None and not blocks.wide(x.k) else None
-    S, has_u = next(saved), blocks.saves_errors(x.k.shape[-1], x.k.dtype, x.beta, spec)
-    u = sequence_parallel.cut(n, next(saved)) if has_u else None
-    if x.log_decay is None:
-        beta, decays = tiles.rates(plan, x.beta, None, where, spec, x.k)
-    else:
-        beta = None if x.beta is None else next(saved)
-        decays = tiles.Decays(*saved)
-    if not spec.delta and x.beta is None:
-        u = x.v  # what is written are the values themselves
-    walk, rated = (x.q, x.k, beta, decays, X, A, do), u is not None
-    if n > 1:
-        end = sequence_parallel.after_each(plan, B, *walk, end, where, spec, precision)
-    dy, dstate, D = backward_kernels.reverse(plan, *walk, end, where, spec, precision, save=True, rated=rated)
-    # S and D are known at the ends of spans, or at both ends of every row.
-    if where.every > 1:
-        dq, dk, dbeta = spans.past(plan, x.k, x.beta, S, do, u, dy, where, spec, precision)
-        dk = spans.future(plan, x.q, x.k, D, do, u, dy, dk, where, spec, precision)
-        grads = [dq, dk, dy, dbeta, None]
-    else:
-        grads = list(local.local(plan, x, beta, decays, X, A, S, D, do, dy, u, where, spec, precision))
-    return [*grads, None], dstate  # none of the erase key
-
-
-def _shaped(plan, slot, shape):
-    """The slot, its tensor seen in another shape of as many numbers."""
-    shape = tuple(shape)
-    if slot is None or slot.shape == shape:
-        return slot
-    return plan.compute(lambda x: x.view(shape), (slot,), shape, slot.dtype)
-
-
-def float32_products() -> str:
-    """How products of float32 inputs are made, by torch's own setting: exact to its last bits, or one pass of tf32."""
-    return tiles.exact_products() if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-METHOD = methods.add(Method("kernel", refuses, layout, saves, forward, backward))
+METHOD = methods.add(Method("kernel", refuses, _saved_layout, saves, forward, backward))

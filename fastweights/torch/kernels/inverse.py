@@ -1,25 +1,36 @@
-"""(I + L)^{-1} of every chunk, L_ij = b_i (g_i / g_j) (k_i . k_j) below the diagonal, written once to memory; and,
-where something decays, what queries read of their own chunk.
+"""The two C x C matrices of every chunk that do not need the memory: the inverse X, and what queries read, A.
 
-Blocks of 16 rows are inverted by doubling, [P 0; N Q]^{-1} = [P^-1 0; -Q^-1 N P^-1 Q^-1], which never forms anything
-larger than the inverse itself. With D the four inverses on the diagonal, N the rest of L and M = D N, M^4 = 0 and
-(I + M)^{-1} D = (I - M)(I + M^2) D. Powers of L itself would overflow when keys repeat.
+With b the write rates, and g and r the decays as in tiles.py, for token i of a chunk and an earlier token j,
+
+    L_ij = b_i (g_i / g_j) (k_i . k_j)      what key i reads of the write of token j; 0 on and above the diagonal
+    X    = (I + L)^{-1}                     solves for the errors of the chunk (delta rule only; docs/maths.md, eq. 2)
+    A_ij = (r_i / g_j) (q_i . k_j)          what query i reads of the error of token j, where it may see that error
+
+X is computed from L by blocks. Blocks of 16 rows are inverted by doubling, [P 0; N Q]^{-1} = [P^-1 0; -Q^-1 N P^-1
+Q^-1], which never forms anything larger than the inverse itself. With D the four inverses on the diagonal, N the rest
+of L and M = D N, the inverse is (I + M)^{-1} D = (I - M)(I + M^2) D, since M^4 = 0. Powers of L itself would overflow
+when keys repeat.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from fastweights.torch.kernels import blocks
-from fastweights.torch.kernels.tiles import C, decay, find_row, load_tile, product, read_decay
+from fastweights.torch.kernels.layout import C, find_chunk
+from fastweights.torch.kernels.plan import Slot
+from fastweights.torch.kernels.rates import Decays
+from fastweights.torch.kernels.tiles import decay, load_tile, product, read_decay
 
 
 @triton.jit
-def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^{-1} for L [C, C] strictly lower triangular, float32; blocks of 16 merge in products of dtype.
+def invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^{-1} [C, C] in float32, for L [C, C] strictly lower triangular in float32.
 
-    The four blocks on the diagonal are inverted side by side as [n, 16, 16]: pairs of rows first, then blocks of 2, 4
-    and 8 rows merge. What is left merges all four at once (see above).
+    The n = C / 16 blocks on the diagonal are inverted side by side as [n, 16, 16]: pairs of rows first, then blocks of
+    2, 4 and 8 rows merge. The formula with M, above, then merges all n blocks at once, in products of `dtype`.
     """
     n: tl.constexpr = C // 16
     block = tl.arange(0, n)
@@ -42,69 +53,86 @@ def _invert(L, dtype: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse(q, k, beta, log_g, X, A, of_sequence, of_row, T, per, tokens,
-             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-             BEFORE: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-             PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
-    """X = (I + L)^{-1} of one chunk and head, and A. One program: one row (chunk) and head.
+def _inverse(q, k, beta, log_g, X, A, sequence_table, chunk_table, T, chunks_per_sequence, tokens,
+             H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
+             BETA: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+             SOLVE: tl.constexpr):  # fmt: skip
+    """X and A of one chunk and head. One program: one chunk and head.
 
-    It reads the keys, BK features at a time, for L = k k^T, scales row i by beta_i and each pair by the decay between
-    the two tokens, keeps what is below the diagonal, inverts it on the chip, and writes X [C, C] once. No chunk waits
-    for another, so this fills the GPU before the walk, which cannot. A = q k^T, what queries read of each error, is
-    made here where it has decays to be multiplied by: the walks would do it anew for every block of values.
+    It adds up L = k k^T over BK key features at a time, multiplies row i by beta_i and each pair by the decay between
+    its two tokens, keeps what is below the diagonal, inverts it in registers, and writes X [C, C] once. No chunk waits
+    for another, so that this fills the GPU, which the walk afterwards cannot. A = q k^T is made here where it is
+    multiplied by decays: the walks would do it anew for every block of values.
 
-        q, k        (tokens, H, K);  beta, log_g (rows, H, C) or None
-        X, A        (rows, H, C, C), written, in the dtype of k; X None for the sum rule, A where nothing decays
-        SOLVE       the precision of products inside the inverse
+        q, k         (tokens, H, K);  beta, log_g (chunks, H, C) or None: of rates.py
+        X, A         (chunks, H, C, C), written, in the dtype of k; X None for the sum rule, A where nothing decays
+        SOLVE        the PRECISION of products inside the inverse
     """
-    at = tl.program_id(0).to(tl.int64)  # one program: one row and head
-    row, head = at // H, at % H
-    token, left = find_row(of_row, T, per, row, C, PACKED)
+    chunk_head = tl.program_id(0).to(tl.int64)
+    chunk, head = chunk_head // H, chunk_head % H
+    token, remaining = find_chunk(chunk_table, T, chunks_per_sequence, chunk, C, PACKED)
     i = tl.arange(0, C)
-    # L = k k^T, scaled: what each key reads of each earlier write of its chunk.
     L = tl.zeros([C, C], tl.float32)
     A_i = tl.zeros([C, C], tl.float32)
     if DECAY:
-        g = tl.load(log_g + at * C + i)
-        r = read_decay(log_g + at * C, i, BEFORE)
-    for first in range(0, K, BK):
-        k_i = load_tile(k, token, head, first, left, H, K, C, BK, False)
+        log_g_i = tl.load(log_g + chunk_head * C + i)
+        log_r = read_decay(log_g + chunk_head * C, i, BEFORE)
+    for first_k in range(0, K, BK):
+        k_i = load_tile(k, token, head, first_k, remaining, H, K, C, BK, False)
         if A is not None:
-            q_i = load_tile(q, token, head, first, left, H, K, C, BK, False)
+            q_i = load_tile(q, token, head, first_k, remaining, H, K, C, BK, False)
         if X is not None:
             L = product(k_i, tl.trans(k_i), L, PRECISION)
         if A is not None:
             A_i = product(q_i, tl.trans(k_i), A_i, PRECISION)
     below = i[:, None] > i[None, :]
-    to = at * C * C + i[:, None] * C + i[None, :]
+    pair_offsets = chunk_head * C * C + i[:, None] * C + i[None, :]
     if A is not None:
-        seen = below if BEFORE else i[:, None] >= i[None, :]
-        A_i *= decay(tl.where(below, r[:, None] - g[None, :], 0.0))  # nothing decays between a query and its own token
-        tl.store(A + to, tl.where(seen, A_i, 0.0).to(A.dtype.element_ty))
+        causal = below if BEFORE else i[:, None] >= i[None, :]
+        # Nothing decays between a query and its own token.
+        A_i *= decay(tl.where(below, log_r[:, None] - log_g_i[None, :], 0.0))
+        tl.store(A + pair_offsets, tl.where(causal, A_i, 0.0).to(A.dtype.element_ty))
     if X is not None:
         if DECAY:
-            L *= decay(tl.where(below, g[:, None] - g[None, :], 0.0))
+            L *= decay(tl.where(below, log_g_i[:, None] - log_g_i[None, :], 0.0))
         if BETA:
-            L *= tl.load(beta + at * C + i)[:, None]
-        X_i = _invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
-        tl.store(X + to, X_i.to(X.dtype.element_ty))
+            L *= tl.load(beta + chunk_head * C + i)[:, None]
+        X_i = invert(tl.where(below, L, 0.0), k.dtype.element_ty, C, SOLVE)
+        tl.store(X + pair_offsets, X_i.to(X.dtype.element_ty))
 
 
-def inverse(plan, q, k, beta, decays, layout, spec, precision):
-    """Plan the inverses: slots of X and of A, (rows, H, C, C) each, in the dtype of k.
+class ChunkTerms(NamedTuple):
+    """Slots of what the walks read of every chunk besides q, k and v; None for each that a call does not have.
 
-    X is None for the sum rule, A where nothing decays and where keys are too wide for the walks that take it. Products
-    in the inverse are finer than elsewhere: its error meets every later chunk.
+    Attributes:
+        beta: (chunks, H, C), write rates.
+        decays: `Decays`, where something decays.
+        X: (chunks, H, C, C), the inverses (delta rule).
+        A: (chunks, H, C, C), what queries read of the errors of their chunk. Made where something decays; elsewhere,
+            and for keys that are walked by wide_keys.py, the walks compute it themselves.
+    """
+
+    beta: Slot | None
+    decays: Decays | None
+    X: Slot | None
+    A: Slot | None
+
+
+def plan_inverse(plan, q, k, beta, decays, layout, spec, precision):
+    """Plan X and A from q, k and what `rates.plan_rates` gave: the `ChunkTerms`, X and A in the dtype of k.
+
+    Products in the inverse are finer than elsewhere, since its errors go on to every later chunk.
     """
     H, K = k.shape[2:]
-    room = (layout.room, H, C, C)
-    X = plan.empty(room, k.dtype) if spec.delta else None
-    A = plan.empty(room, k.dtype) if decays is not None and not blocks.wide(k) else None
-    if layout.rows and (X is not None or A is not None):
-        BK, options = blocks.inverse(k)
-        solve = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
+    shape = (layout.max_chunks, H, C, C)
+    X = plan.empty(shape, k.dtype) if spec.delta else None
+    A = plan.empty(shape, k.dtype) if decays is not None and not blocks.wide_keys_block(k) else None
+    if layout.chunks and (X is not None or A is not None):
+        BK, options = blocks.inverse_options(k)
+        solve_precision = "tf32" if k.dtype != torch.float32 else "tf32x3" if precision == "tf32" else precision
         layout.launch(
-            plan, _inverse, (layout.rows * H,), (q if A is not None else None, k, beta, decays and decays.log_g, X, A),
-            (H, K, C, BK, spec.before, beta is not None, decays is not None, layout.of_row is not None, precision,
-             solve), **options)  # fmt: skip
-    return X, A
+            plan, _inverse, (layout.chunks * H,),
+            (q if A is not None else None, k, beta, decays and decays.log_g, X, A),
+            (H, K, C, BK, spec.before, beta is not None, decays is not None, layout.is_packed, precision,
+             solve_precision), **options)  # fmt: skip
+    return ChunkTerms(beta, decays, X, A)

@@ -1,7 +1,10 @@
-"""How kernels are compiled and launched, at little cost on the host: the one place that knows Triton's inner API.
+"""How kernels are compiled and launched at little cost on the host: the one file that knows Triton's inner API.
 
-Triton's own launch inspects every argument anew, 40 us each time. Here the compiled kernel is looked up once, when a
-plan is made; a launch then passes addresses and numbers to what Triton compiled.
+Triton's own launch inspects every argument anew, 40 us each time. Here a plan (plan.py) has its launches as `Launch`
+records. When the plan is made, their kernels are compiled (`compile_together`) and looked up (`launcher`); to launch is
+then to pass addresses and numbers to what Triton has compiled.
+
+Kernels that code outside of plans launches in Triton's own way are compiled side by side by `rehearse`.
 """
 
 import os
@@ -23,13 +26,13 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: a Triton function.
-        grid: programs along up to three axes.
-        slots: the tensors' places in the plan, None for an absent one.
-        dtypes: theirs.
-        numbers: that may change from call to call without compiling anew.
-        constants: of the kernel's signature, in order.
-        options: num_warps and num_stages.
-        scratch: place of the memory for its TMA descriptors, None where it has none; the plan sets it.
+        grid: how many programs there are along up to three axes.
+        slots: places in the plan of the tensors that the kernel takes, None for an absent one.
+        dtypes: dtypes of these tensors, None for an absent one.
+        numbers: arguments that may change without compiling anew.
+        constants: arguments that the kernel's signature calls tl.constexpr.
+        options: num_warps, num_stages and the like, as pairs of name and value.
+        scratch: place in the plan of the memory for TMA descriptors, None where there are none; the plan sets it.
     """
 
     kernel: Any
@@ -42,15 +45,15 @@ class Launch(NamedTuple):
     scratch: int | None = None
 
     def key(self, device: torch.device) -> tuple:
-        """What Triton compiles anew for: dtypes, which numbers are 1, divisible by 16 or wide, and the constants.
+        """All that Triton compiles a kernel anew for. Every pointer is aligned to 16 bytes: a plan sees to it.
 
-        Every pointer is aligned to 16 bytes: a plan sees to it.
+        Of the numbers these are whether they are divisible by 16, are 1, and need 64 bits.
         """
         kinds = tuple((x % 16 == 0, x == 1, x >= 2**31) for x in self.numbers)
         return self.kernel, device, self.dtypes, kinds, self.constants, self.options
 
 
-_compiled: dict[tuple, Any] = {}
+_compiled: dict[tuple, Any] = {}  # by Launch.key, what Triton compiled
 _rehearsed: set[Hashable] = set()
 _lock = threading.Lock()
 
@@ -61,26 +64,27 @@ def compile_together(launches: list[Launch], device: torch.device) -> None:
         missing = {launch.key(device): launch for launch in launches}
         missing = {key: launch for key, launch in missing.items() if key not in _compiled}
         if len(missing) < 2:
-            found = [_compile(launch, device) for launch in missing.values()]
+            compiled = [_compile(launch, device) for launch in missing.values()]
         else:
-            found = _side_by_side(lambda launch: _compile(launch, device), missing.values())
-        _compiled.update(zip(missing, found, strict=True))
+            compiled = _side_by_side(lambda launch: _compile(launch, device), missing.values())
+        _compiled.update(zip(missing, compiled, strict=True))
 
 
-def rehearse(key: Hashable, work: Callable[[], Any]) -> None:
-    """Compile side by side what work() launches by Triton's own launch, the first time that there is this key.
+def rehearse(key: Hashable, function: Callable[[], Any]) -> None:
+    """Compile side by side the kernels that function() launches in Triton's own way; once for each key.
 
-    The work is done without its kernels, on memory that holds anything, and what it returns is dropped: it must change
-    nothing but its own tensors, and not look anything up at places that its kernels make. Without this, kernels are
-    compiled one after the other as they are met, half a second each. Nothing is done while a graph is captured.
+    The function is called, but its launches are noted and not made. So it works on memory that may hold any numbers,
+    and its result is dropped: it must change nothing but its own tensors, and not use what its kernels would have
+    written as an index. Without this, kernels are compiled one after the other as they are met, half a second each.
+    Nothing is done while a CUDA graph is captured.
     """
     if key in _rehearsed or torch.cuda.is_current_stream_capturing():
         return
     _rehearsed.add(key)
     launches: dict[tuple, tuple] = {}
     device, random = torch.cuda.current_device(), torch.cuda.get_rng_state()
-    with _noting(launches):
-        work()
+    with _noting_launches(launches):
+        function()
     torch.cuda.set_rng_state(random)
 
     def compile_one(launch: tuple) -> None:
@@ -92,37 +96,40 @@ def rehearse(key: Hashable, work: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def _noting(launches: dict[tuple, tuple]) -> Iterator[None]:
-    """While it lasts, launches by this thread are noted and not made; those that look alike to Triton once."""
-    run, me = JITFunction.run, threading.get_ident()
+def _noting_launches(launches: dict[tuple, tuple]) -> Iterator[None]:
+    """While it lasts, launches that this thread makes in Triton's own way are put into `launches` instead.
 
-    def look(x: Any, constant: bool) -> Hashable:
+    Launches that are of one kind to Triton are noted once.
+    """
+    run, this_thread = JITFunction.run, threading.get_ident()
+
+    def kind_of(x: Any, is_constant: bool) -> Hashable:
         if isinstance(x, torch.Tensor):
             return x.dtype, x.data_ptr() % 16 == 0
-        return (x % 16 == 0, x == 1, x >= 2**31) if type(x) is int and not constant else x
+        return (x % 16 == 0, x == 1, x >= 2**31) if type(x) is int and not is_constant else x
 
-    def note(kernel: Any, *arguments: Any, grid: tuple, warmup: bool, **options: Any) -> Any:
-        if warmup or threading.get_ident() != me:
+    def note_launch(kernel: Any, *arguments: Any, grid: tuple, warmup: bool, **options: Any) -> Any:
+        if warmup or threading.get_ident() != this_thread:
             return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
         constants = (p.is_constexpr for p in kernel.params)
-        key = kernel, tuple(map(look, arguments, constants)), tuple(options.items())
+        key = kernel, tuple(map(kind_of, arguments, constants)), tuple(options.items())
         launches[key] = kernel, arguments, grid, options
 
-    JITFunction.run = note
+    JITFunction.run = note_launch
     try:
         yield
     finally:
         JITFunction.run = run
 
 
-def _side_by_side(f: Callable, given: Any) -> list:
-    """f of each, in threads: compilers of Triton and of its launchers run outside of Python for most of the time."""
+def _side_by_side(function: Callable, items: Any) -> list:
+    """[function(item) for item in items], in threads: Triton's compilers run outside of Python for most of the time."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(f, given))
+        return list(pool.map(function, items))
 
 
 def _compile(launch, device):
-    """The kernel of a launch as Triton compiles it for this device, loaded."""
+    """The kernel of a launch, compiled by Triton for this device and loaded."""
     with torch.cuda.device(device):
         arguments = (*launch.dtypes, *launch.numbers, *launch.constants)
         compiled = launch.kernel.warmup(*arguments, grid=launch.grid, **dict(launch.options))
@@ -133,34 +140,35 @@ def _compile(launch, device):
 def launcher(launch: Launch, device: torch.device) -> Callable[[list, int], None]:
     """A function of (addresses by place and a None after the last, CUDA stream) that makes a launch.
 
-    It is compiled if it must be. In Triton's interpreter, for a CPU, the function takes tensors instead of addresses.
+    The kernel is compiled if it has not been. In Triton's interpreter, which is for a CPU, the function takes tensors
+    in the place of addresses.
     """
     grid = (*launch.grid, 1, 1)[:3]
-    rest = (*launch.numbers, *launch.constants)
+    numbers_and_constants = (*launch.numbers, *launch.constants)
     if device.type != "cuda":
         kernel, slots, options = launch.kernel, launch.slots, dict(launch.options)
 
-        def interpret(tensors, stream):
-            kernel[grid](*[None if i is None else tensors[i] for i in slots], *rest, **options)
+        def launch_interpreted(tensors, stream):
+            kernel[grid](*[None if i is None else tensors[i] for i in slots], *numbers_and_constants, **options)
 
-        return interpret
-    # On a GPU: look up what Triton compiled, and keep what its launcher wants of it.
+        return launch_interpreted
+    # On a GPU: what Triton compiled, and the arguments that its launcher takes before those of the kernel.
     compile_together([launch], device)
     compiled = _compiled[launch.key(device)]
-    run, head = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-    pick = itemgetter(*(-1 if i is None else i for i in launch.slots), -1)  # the last address is None
+    run, leading = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    pick_addresses = itemgetter(*(-1 if i is None else i for i in launch.slots), -1)  # the last entry is None
     scratch = launch.scratch
 
-    def start(addresses, stream):
+    def launch_compiled(addresses, stream):
         if scratch is not None:  # a setting of the calling thread, which may be autograd's
             address = addresses[scratch]
             triton.set_allocator(lambda size, alignment, stream: address)
-        run(*grid, stream, *head, *pick(addresses)[:-1], *rest)
+        run(*grid, stream, *leading, *pick_addresses(addresses)[:-1], *numbers_and_constants)
 
-    return start
+    return launch_compiled
 
 
 def scratch_bytes(launch: Launch, device: torch.device) -> int:
-    """Bytes that a launch, once compiled, needs for its TMA descriptors: some for each program."""
+    """How many bytes a launch whose kernel is compiled needs for TMA descriptors: some for each program."""
     metadata = _compiled[launch.key(device)].metadata
     return getattr(metadata, "global_scratch_size", 0) * prod(launch.grid) * getattr(metadata, "num_ctas", 1)

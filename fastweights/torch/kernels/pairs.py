@@ -1,28 +1,40 @@
-"""Who reads what within a chunk whose channels decay by themselves: exp(log g_i - log g_j) for readers i and writers j.
+"""Pairs of tokens within a chunk, where each key channel decays by itself: factors that cannot overflow, and sums.
 
-exp(-log g_j) alone overflows as soon as decay is strong. So a block of 64 tokens is cut in two: readers of the second
-half meet writers of the first at the boundary, and both exponents are at most 0. The halves are cut in turn, down to
-single tokens, or to blocks within which nothing decays by more than LIMIT: there all pairs meet at the middle, and
-factors above 1 are far from overflow. How far a program must cut is decided from the decays it finds, so that every
-decay is exact and a mild one costs a single product. In 16-bit numbers most chunks are not cut at all: their pairs meet
-where half of the decay is done, and a single sum gives every factor (halfway.py).
+A reader i (a query, or an erase key) reads of what writer j < i has written, in channel c,
 
-Sums of log_decay are products with matrices of 0, 1 and -1. All their terms have one sign: nothing cancels.
+    P_ij = sum over c of x_ic w_jc exp(log g_ic - log g_jc)        x the reader's key, w the writer's key times its rate
+
+As one product of matrices, (x g) (w / g)^T, this overflows as soon as decay is strong, since 1 / g does. So a block of
+tokens is cut in two. Readers of the second half *meet* writers of the first at the boundary between the halves: decay
+from the boundary to the reader times decay from the writer to the boundary, both at most 1. The halves are then cut in
+turn. Level 0 is the block of all C = 64 tokens, level n has blocks of C >> n, and level 6 has single tokens.
+
+Cutting ends as soon as no block decays by more than exp(-LIMIT): within such a block all pairs meet at its middle, and
+one of their two factors is above 1, but far from overflow. How often to cut is decided from the decays that a program
+finds (`count_cuts`), so that every decay is exact, and mild ones cost a single product. In 16-bit numbers most chunks
+need no cut at all and are done by halfway.py.
+
+Sums of log_decay are made by products with the matrices of `sum_matrices`, of 0, 1 and -1. All terms of a sum have one
+sign, so that nothing cancels. docs/maths.md, "A decay per channel", derives all of this.
+
+In general.py and general_gradients.py, which use these functions, log_a [C, BK] is the tile of log_decay, and
+`matrices` the tensor of `sum_matrices`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from fastweights.torch.kernels.tiles import C, decay, load_tile, round_to_tf32
+from fastweights.torch.kernels.layout import C
+from fastweights.torch.kernels.tiles import decay, load_tile, round_to_tf32
 
 
 @triton.jit
-def short(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """x as a product takes it.
+def round_factor(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """x rounded as a product rounds its factors.
 
-    The gradient of decay takes from what tokens read what they write, and the two must cancel for the tokens after it.
-    They do to the last digits if both come from the same rounded numbers, and not from q and k.
+    The gradient of a decay is a sum over what later tokens read, less what they write. Where both belong to the same
+    pair of tokens they must cancel. They do, to the last digits, if both are made of the same rounded factors.
     """
     if dtype == tl.float32 and PRECISION == "tf32":
         return round_to_tf32(x.to(tl.float32))
@@ -31,39 +43,44 @@ def short(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_keys(k, erase, beta, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-               BK: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
-    """(the key that reads what will be corrected, the key as it writes, its rate included) [C, BK]."""
-    k_i = load_tile(k, token, head, first, left, H, K, C, BK)
-    e_i = k_i
+def load_keys(k, erase, beta, token, head, first_k, remaining,
+              H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr):  # fmt: skip
+    """(keys that read what will be corrected, keys that write, times their rate), [C, BK] each.
+
+    The first are the erase keys, or k where there are none; they are of use with DELTA alone.
+    """
+    k_i = load_tile(k, token, head, first_k, remaining, H, K, C, BK)
+    erase_i = k_i
     if DELTA and erase is not None:
-        e_i = load_tile(erase, token, head, first, left, H, K, C, BK)
+        erase_i = load_tile(erase, token, head, first_k, remaining, H, K, C, BK)
     w_i = k_i
     if beta is not None:
         i = tl.arange(0, C)
-        b = tl.load(beta + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
-        w_i = k_i * b[:, None]
-    return e_i, w_i
+        beta_i = tl.load(beta + (token + i) * H + head, mask=i < remaining, other=0.0).to(tl.float32)
+        w_i = k_i * beta_i[:, None]
+    return erase_i, w_i
 
 
 @triton.jit
-def load_channels(x, token, head, first, left, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-                  dtype: tl.constexpr):  # fmt: skip
-    """log_decay of a chunk for BK channels [C, BK]."""
+def load_channel_decays(log_decay, token, head, first_k, remaining,
+                        H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                        dtype: tl.constexpr):  # fmt: skip
+    """log_decay of a chunk for BK channels, [C, BK] in dtype, from log_decay (tokens, H, K)."""
     i = tl.arange(0, C)
-    column = first + tl.arange(0, BK)
-    mask = (i < left)[:, None] & (column < K)[None, :]
-    return tl.load(x + ((token + i) * H + head)[:, None] * K + column[None, :], mask=mask, other=0.0).to(dtype)
+    channel = first_k + tl.arange(0, BK)
+    mask = (i < remaining)[:, None] & (channel < K)[None, :]
+    return tl.load(log_decay + ((token + i) * H + head)[:, None] * K + channel[None, :], mask=mask, other=0.0).to(dtype)
 
 
 @triton.jit
-def load_heads(x, token, head, left, H: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr, dtype: tl.constexpr):
-    """One log_decay per head: its sums over a chunk, up to each token, up to what its query reads [C], and over all.
+def load_head_decays(log_decay, token, head, remaining, H: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,
+                     dtype: tl.constexpr):  # fmt: skip
+    """(log_g [C], log_r [C], log_end) of a chunk, from one log_decay per head (tokens, H).
 
-    For float32 they are in float64: of two that are close, the difference would keep too few digits.
+    For inputs of dtype float32 they are float64: the difference of two close sums would otherwise keep too few digits.
     """
     i = tl.arange(0, C)
-    log_a = tl.load(x + (token + i) * H + head, mask=i < left, other=0.0).to(tl.float32)
+    log_a = tl.load(log_decay + (token + i) * H + head, mask=i < remaining, other=0.0).to(tl.float32)
     if dtype == tl.float32:
         log_a = log_a.to(tl.float64)
     log_g = tl.cumsum(log_a, 0)
@@ -71,102 +88,127 @@ def load_heads(x, token, head, left, H: tl.constexpr, C: tl.constexpr, BEFORE: t
 
 
 @triton.jit
-def between(log_reader, log_g, C: tl.constexpr, TURNED: tl.constexpr = False):
-    """What has decayed between writers j and readers i > j [C, C], 1 elsewhere; TURNED: readers are columns."""
+def decay_between(log_reader, log_g, C: tl.constexpr):
+    """The decay [C, C] from writers j to readers i > j, 1 elsewhere, for one decay per head.
+
+    log_reader, log_g [C]: logarithms of the decay to what each reader reads, and to each writer.
+    """
     i = tl.arange(0, C)
-    later = i[:, None] < i[None, :] if TURNED else i[:, None] > i[None, :]
+    later = i[:, None] > i[None, :]
     return decay(tl.where(later, log_reader[:, None] - log_g[None, :], 0.0))
 
 
 @triton.jit
-def cuts(log_a, C: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr):
-    """(how often a chunk must be cut in two: 0, 2 or, down to single tokens, 6 times;  its log decay [BK])."""
+def count_cuts(log_a, C: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr):
+    """(how often a chunk must be cut in two, log_end [BK] of its channels).
+
+    Not at all where no channel of the chunk decays by more than exp(-LIMIT); twice where none does within 16 tokens;
+    else six times, down to single tokens.
+    """
     n: tl.constexpr = C // 16
-    end = tl.sum(log_a.to(tl.float32), 0)
-    often = tl.min(end, 0).to(tl.int32) * 0
-    if tl.min(end, 0) <= -LIMIT:
-        blocks = tl.sum(tl.reshape(log_a.to(tl.float32), [n, 16, BK]), 1)
-        often += tl.where(tl.min(tl.min(blocks, 1), 0) > -LIMIT, 2, 6)
-    return often, end
+    log_end = tl.sum(log_a.to(tl.float32), 0)
+    n_cuts = tl.min(log_end, 0).to(tl.int32) * 0
+    if tl.min(log_end, 0) <= -LIMIT:
+        log_blocks = tl.sum(tl.reshape(log_a.to(tl.float32), [n, 16, BK]), 1)
+        n_cuts += tl.where(tl.min(tl.min(log_blocks, 1), 0) > -LIMIT, 2, 6)
+    return n_cuts, log_end
 
 
-def signs(dtype, device):
-    """The matrices (46, C, C) whose products with log_decay, or with what its gradient is made of, are their sums.
+def sum_matrices(dtype, device):
+    """The 46 matrices (46, C, C) by which `sum_by` sums a tile over tokens; row i is the sum that token i gets.
 
-    One row for each token, each of the last three kinds for blocks of C >> step tokens: 0 to 3 see `add_up`; from 4 on
-    the factors of `factors`; from 18 on see `decay_between`.
+    0, 1, 2, 3         up to token i, up to the one before, after token i, from token i on
+    4 + level          from the boundary of i's block up to i, i included: for tokens of the second half the sum of
+                       log_decay from the boundary on, for those of the first minus the sum up to the boundary
+    11 + level         the same, i not included (queries that read before their token's write)
+    18 + level         the gradient of log_decay at i through pairs that meet at the boundary: in the second half
+                       the sum over readers from i on, in the first over writers before i
+    25 + level         the same for pairs that meet in the middle of a block that is not cut: the sum over all
+                       readers from i on and all writers before i, whose sign the caller has turned
+    32, 39 + level     as 18 and 25, for readers that do not see their own token's decay
     """
     i, j = torch.arange(C)[:, None], torch.arange(C)[None, :]
-    found = [j <= i, j < i, j > i, j >= i]
-    for own in (True, False):
-        for step in range(7):
-            boundary = (i & -(C >> step)) + max(C >> step + 1, 1)
-            past = (j >= boundary) & (j <= i if own else j < i)
-            coming = (j < boundary) & (j > i if own else j >= i)
-            found.append(past.int() - coming.int())
-    for own in (True, False):
+    matrices = [j <= i, j < i, j > i, j >= i]
+    for inclusive in (True, False):
+        for level in range(7):
+            boundary = (i & -(C >> level)) + max(C >> level + 1, 1)
+            past = (j >= boundary) & (j <= i if inclusive else j < i)
+            future = (j < boundary) & (j > i if inclusive else j >= i)
+            matrices.append(past.int() - future.int())
+    for inclusive in (True, False):
         for last in (False, True):
-            for step in range(7):
-                size = C >> step
-                same = (i & -size) == (j & -size)
-                reads = same & (j >= i if own else j > i)
-                writes = same & (j < i)
+            for level in range(7):
+                size = C >> level
+                same_block = (i & -size) == (j & -size)
+                reads = same_block & (j >= i if inclusive else j > i)
+                writes = same_block & (j < i)
                 second, first = (i & size // 2 != 0) & (j & size // 2 != 0), (i & size // 2 == 0) & (j & size // 2 == 0)
-                found.append((reads if size > 1 else reads & False) if last else (reads & second) | (writes & first))
-    return torch.stack([x.to(dtype) for x in found]).to(device)
+                matrices.append((reads if size > 1 else reads & False) if last else (reads & second) | (writes & first))
+    return torch.stack([x.to(dtype) for x in matrices]).to(device)
 
 
 @triton.jit
-def add_up(signs, n, x, C: tl.constexpr, SUMS: tl.constexpr):
-    """signs[n] @ x [C, BK]: 0 sums up to each token, 1 up to the one before, 2 after it, 3 from it on."""
+def sum_by(matrices, which, x, C: tl.constexpr, SUMS: tl.constexpr):
+    """matrices[which] @ x [C, BK] in float32; SUMS: the PRECISION of float32 products.
+
+    By matrices of 16 bits, a float32 x is summed in two parts: its first digits, and the rest.
+    """
     i = tl.arange(0, C)
-    matrix = tl.load(signs + n * C * C + i[:, None] * C + i[None, :])
+    matrix = tl.load(matrices + which * C * C + i[:, None] * C + i[None, :])
     if matrix.dtype == tl.float32:
         if SUMS == "tf32":
             x = round_to_tf32(x)
         return tl.dot(matrix, x, input_precision=SUMS)
-    elif x.dtype == tl.float32:  # its first digits, and the next
-        high = x.to(matrix.dtype)
-        return tl.dot(matrix, high, tl.dot(matrix, (x - high.to(tl.float32)).to(matrix.dtype)))
+    elif x.dtype == tl.float32:
+        first_digits = x.to(matrix.dtype)
+        return tl.dot(matrix, first_digits, tl.dot(matrix, (x - first_digits.to(tl.float32)).to(matrix.dtype)))
     else:
         return tl.dot(matrix, x)
 
 
 @triton.jit
-def factors(signs, log_a, step, C: tl.constexpr, own, LIMIT: tl.constexpr, SUMS: tl.constexpr):
-    """(decay from its block's boundary to each token, and from the token to the boundary) [C, BK].
+def boundary_factors(matrices, log_a, level, C: tl.constexpr, inclusive, LIMIT: tl.constexpr, SUMS: tl.constexpr):
+    """(decay from the boundary of its block to each token, decay from the token to the boundary), [C, BK] each.
 
-    own: up to a token, its own decay included. One of the two is above 1. It is only used where nothing decays by more
-    than LIMIT; elsewhere it must be finite.
+    The first is at most 1 for tokens of the second half, the second for those of the first half. The other one of the
+    two is above 1. It is used only where all tokens of a block meet, which then decays by no more than exp(-LIMIT);
+    elsewhere it need only be finite.  inclusive: whether a token's own decay lies between the boundary and what it
+    reads.
     """
-    E = add_up(signs, step + tl.where(own, 4, 11), log_a, C, SUMS)
-    return tl.exp(tl.minimum(E, LIMIT)), tl.exp(tl.minimum(-E, LIMIT))
+    log = sum_by(matrices, level + tl.where(inclusive, 4, 11), log_a, C, SUMS)
+    return tl.exp(tl.minimum(log, LIMIT)), tl.exp(tl.minimum(-log, LIMIT))
 
 
 @triton.jit
-def decay_between(signs, x, step, last, C: tl.constexpr, own, SUMS: tl.constexpr):
-    """The gradient of log_decay [C, BK] through pairs that meet in blocks of C >> step.
+def sum_crossing(matrices, x, level, last, C: tl.constexpr, inclusive, SUMS: tl.constexpr):
+    """The gradient of log_decay [C, BK] through the pairs that meet at one level.
 
-    x: what readers read, times its gradient, and what writers wrote, with its sign turned if `last`. A decay is between
-    a writer before it and a reader after it. Where pairs meet across a boundary, that is the sum over the readers from
-    it on or, in the first half, over the writers before it: nothing cancels. own: readers see their own token's decay.
+    The decay of a token is in every pair of a writer before it and a reader from it on. Where pairs meet across a
+    boundary, all of these have their reader in the second half and their writer in the first, so that the sum over
+    either is the whole: nothing cancels.
+
+    x: [C, BK], of readers what they read times its gradient, plus of writers what they write times its gradient, the
+        latter with its sign turned if `last`.
+    level, last: of the blocks, as for `meeting_pairs`.
+    inclusive: whether readers see the decay of their own token.
     """
-    return add_up(signs, step + tl.where(last, 7, 0) + tl.where(own, 18, 32), x, C, SUMS)
+    return sum_by(matrices, level + tl.where(last, 7, 0) + tl.where(inclusive, 18, 32), x, C, SUMS)
 
 
 @triton.jit
-def meet(step, last, C: tl.constexpr, TURNED: tl.constexpr = False):
-    """Which readers i meet which writers j [C, C] when blocks of C >> step are cut in two; TURNED: readers are columns.
+def meeting_pairs(level, last, C: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """A mask [C, C] of readers i (rows; TRANSPOSED: columns) and writers j that meet in blocks of C >> level tokens.
 
-    last: they are not cut further, and all tokens of a block meet; who sees whom is the caller's business.
+    They do where i is in the second half of a block and j in the first.  last: the blocks are not cut further, and all
+    tokens of a block meet; the caller masks the pairs that are not causal.
     """
     i = tl.arange(0, C)
-    size = C >> step
+    size = C >> level
     start = i & -size
-    same = start[:, None] == start[None, :]
+    same_block = start[:, None] == start[None, :]
     second = i & size // 2 != 0
-    if TURNED:
+    if TRANSPOSED:
         across = (i & size // 2 == 0)[:, None] & second[None, :]
     else:
         across = second[:, None] & (i & size // 2 == 0)[None, :]
-    return same & (last | across)
+    return same_block & (last | across)

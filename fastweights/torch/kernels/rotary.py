@@ -1,7 +1,9 @@
-"""The gradient of a projection into queries, keys and values, of which the first two are turned by rotary positions.
+"""Rotary positions of attention: the gradient of a projection into queries, keys and values, as one kernel.
 
-A compiler makes the three gradients one array by asking of every number which of the three it belongs to; here each is
-read once, turned back and written to its own columns.
+Queries and keys are turned by angles that grow with the position: of a vector with halves a and b, the two numbers
+(a, b) of a pair become (a cos - b sin, b cos + a sin). The gradient turns back. torch.compile would make one tensor of
+the gradients of q, k and v by asking of every number which of the three it belongs to; here each is read once, turned
+back and written to its own columns. models/mixers.py calls `turned` for attention within a compiled block.
 """
 
 import torch
@@ -15,42 +17,46 @@ BT = 32  # tokens per program
 
 
 @triton.jit
-def _turn_back(dq, dk, dv, turns, out, T, q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
-               tokens, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """dp of one head of q, k or v, for BT tokens: (da, db) = (g1 cos + g2 sin, g2 cos - g1 sin), v as it is.
+def _rotate_back(dq, dk, dv, turns, out, T, q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
+                 tokens,
+                 H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """The gradient of the projection. One program: one head of q, of k, or of v, for BT tokens.
 
-    dq, dk, dv  (B, H, T, K) with these strides;  turns (2, tokens, K / 2): cosine and sine
-    out         (B, T, 3, H, K), written;  HALF: K / 2 rounded up to a power of two
+    dq, dk, dv  (B, H, T, K), with numbers q_row, q_head, q_token (and so on) between rows, heads and tokens
+    turns       (2, tokens, K / 2): cosine and sine of each token and pair
+    out         (B, T, 3, H, K), written
+    HALF        K / 2 rounded up to a power of two
     """
     b = tl.program_id(2).to(tl.int64)
-    part, head = tl.program_id(1) // H, tl.program_id(1) % H
+    section, head = tl.program_id(1) // H, tl.program_id(1) % H
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.arange(0, HALF)
     half: tl.constexpr = K // 2
-    real = (t < T)[:, None] & (d < half)[None, :]
-    if part == 0:
+    mask = (t < T)[:, None] & (d < half)[None, :]
+    if section == 0:
         source = dq + b * q_row + head * q_head + t[:, None] * q_token + d[None, :]
-    elif part == 1:
+    elif section == 1:
         source = dk + b * k_row + head * k_head + t[:, None] * k_token + d[None, :]
     else:
         source = dv + b * v_row + head * v_head + t[:, None] * v_token + d[None, :]
-    first = tl.load(source, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=real, other=0.0).to(tl.float32)
-    if part < 2:
-        at = t[:, None] * half + d[None, :]
-        dtype = out.dtype.element_ty  # as the projection was turned
-        cos = tl.load(turns + at, mask=real, other=0.0).to(dtype).to(tl.float32)
-        sin = tl.load(turns + tokens * half + at, mask=real, other=0.0).to(dtype).to(tl.float32)
-        first, second = first * cos + second * sin, second * cos - first * sin
-    target = out + (((b * T + t) * 3 + part) * H + head)[:, None] * K + d[None, :]
-    tl.store(target, first.to(out.dtype.element_ty), mask=real)
-    tl.store(target + half, second.to(out.dtype.element_ty), mask=real)
+    first_half = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second_half = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    if section < 2:
+        offsets = t[:, None] * half + d[None, :]
+        dtype = out.dtype.element_ty  # of the projection, which was turned by cosines and sines rounded to it
+        cos = tl.load(turns + offsets, mask=mask, other=0.0).to(dtype).to(tl.float32)
+        sin = tl.load(turns + tokens * half + offsets, mask=mask, other=0.0).to(dtype).to(tl.float32)
+        first_half, second_half = first_half * cos + second_half * sin, second_half * cos - first_half * sin
+    target = out + (((b * T + t) * 3 + section) * H + head)[:, None] * K + d[None, :]
+    tl.store(target, first_half.to(out.dtype.element_ty), mask=mask)
+    tl.store(target + half, second_half.to(out.dtype.element_ty), mask=mask)
 
 
 def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, turns: Tensor) -> Tensor:
-    """The operator fastweights::rotary_backward: the gradient (B, T, 3, H, K) of a projection.
+    """The operator fastweights::rotary_backward: the gradient (B, T, 3, H, K) of the projection.
 
-    dq, dk, dv (B, H, T, K): gradients of turned queries and keys, and of values.  turns (2, T, K / 2).
+    dq, dk, dv: (B, H, T, K), gradients of turned queries, of turned keys, and of values.
+    turns: (2, T, K / 2), cosine and sine of each token's angles.
     """
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     turns = turns.contiguous()
@@ -60,12 +66,12 @@ def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, turns: Tensor) -> Tensor
         strides = [s for x in (dq, dk, dv) for s in x.stride()[:3]]
         grid = triton.cdiv(T, BT), 3 * H, B
         half = triton.next_power_of_2(K // 2)
-        _turn_back[grid](dq, dk, dv, turns, out, T, *strides, turns.shape[1], H=H, K=K, BT=BT, HALF=half, num_warps=4)
+        _rotate_back[grid](dq, dk, dv, turns, out, T, *strides, turns.shape[1], H=H, K=K, BT=BT, HALF=half, num_warps=4)
     return out
 
 
 def _fake(dq, dk, dv, turns):
-    """An empty tensor of that shape, for compilers."""
+    """An empty tensor of the shape that `rotary_backward` returns, for compilers."""
     B, H, T, K = dq.shape
     return dq.new_empty(B, T, 3, H, K)
 
@@ -74,14 +80,14 @@ _operator = register_typed(rotary_backward, _fake)
 
 
 class Turned(torch.autograd.Function):
-    """(turned queries (B, H, T, K), turned keys, values (B, H, W + T, K)) of a projection (B, T, 3, H, K).
+    """(turned queries (B, H, T, K), turned keys (B, H, W + T, K), values (B, H, W + T, K)) of a projection.
 
-    The first W keys and values are a state's, which has no gradients.
+    The first W keys and values are those of a state, which has no gradients.
     """
 
     @staticmethod
     def forward(p, k, v, turns, rotate):
-        """As in plain operators, which the compiler fuses."""
+        """In plain operators, which the compiler fuses; arguments as for `turned`."""
         W = k.shape[1]
         q, own, values = p.unbind(2)
         keys, values = torch.cat([k.to(p.dtype), own], 1), torch.cat([v.to(p.dtype), values], 1)
@@ -89,18 +95,25 @@ class Turned(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        """Keep the angles alone."""
+        """Keep the angles, and how many keys are the state's."""
         ctx.W = inputs[1].shape[1]
         ctx.save_for_backward(inputs[3])
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        """The projection's gradient."""
+        """The gradient of the projection, by the operator."""
         (turns,) = ctx.saved_tensors
         W = ctx.W
         return _operator(dq, dk[:, :, W:], dv[:, :, W:], turns[:, W:]), None, None, None, None
 
 
 def turned(p: Tensor, k: Tensor, v: Tensor, turns: Tensor, rotate) -> tuple[Tensor, Tensor, Tensor]:
-    """`Turned` of a projection p (B, T, 3, H, K), a state's k and v (B, W, H, K) and turns (2, W + T, K / 2)."""
+    """(turned queries, turned keys, values) as `Turned` gives them, with the gradient of p.
+
+    Args:
+        p: (B, T, 3, H, K), a projection into queries, keys and values.
+        k, v: (B, W, H, K), keys and values of a state, which come first.
+        turns: (2, W + T, K / 2), cosine and sine of each token's angles.
+        rotate: a function of (x, turns) that turns x (B, tokens, H, K).
+    """
     return Turned.apply(p, k, v, turns, rotate)

@@ -1,7 +1,8 @@
-"""The gradient of silu(a) * b, in one pass.
+"""The gradient of silu(a) * b in one pass: of a SwiGLU feed-forward layer between its two projections.
 
-A compiler makes the gradient of both halves one array and reads everything for each of them; here what is read is read
-once. silu(a) * b itself, which the projection after it needs for its own gradient, is computed again on the way.
+torch.compile would write the gradients of a and of b into one tensor, and read everything for each of them. Here what
+is read is read once. silu(a) * b itself, which the projection after it needs for its own gradient, is computed again in
+the same pass. models/blocks.py calls `projected` within compiled blocks.
 """
 
 import torch
@@ -12,26 +13,26 @@ from torch.nn import functional as F
 
 from fastweights.torch.methods import register_typed
 
-BLOCK = 1024  # numbers per program
+BLOCK = 1024  # numbers of a program
 
 
 @triton.jit
 def _swiglu_gradient(h, dy, dh, y, width, BLOCK: tl.constexpr):
-    """dh = (dy b silu'(a), dy silu(a)) and y = silu(a) b, for BLOCK numbers of one token's h = (a, b).
+    """dh = (dy b silu'(a), dy silu(a)) and y = silu(a) b, with h = (a, b). One program: BLOCK numbers of one token.
 
-    h, dh       (tokens, 2 width);  dy, y (tokens, width)
+    h, dh       (tokens, 2 width), dh written;  dy, y (tokens, width), y written
     """
     row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = c < width
-    at, both = row * width + c, row * 2 * width + c
-    a = tl.load(h + both, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(h + both + width, mask=real, other=0.0).to(tl.float32)
-    g = tl.load(dy + at, mask=real, other=0.0).to(tl.float32)
-    share = tl.sigmoid(a)
-    tl.store(dh + both, (g * b * share * (1 + a * (1 - share))).to(dh.dtype.element_ty), mask=real)
-    tl.store(dh + both + width, (g * a * share).to(dh.dtype.element_ty), mask=real)
-    tl.store(y + at, (a * share * b).to(y.dtype.element_ty), mask=real)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    y_offsets, h_offsets = row * width + column, row * 2 * width + column
+    a = tl.load(h + h_offsets, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(h + h_offsets + width, mask=mask, other=0.0).to(tl.float32)
+    dy_i = tl.load(dy + y_offsets, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(a)
+    tl.store(dh + h_offsets, (dy_i * b * sigmoid * (1 + a * (1 - sigmoid))).to(dh.dtype.element_ty), mask=mask)
+    tl.store(dh + h_offsets + width, (dy_i * a * sigmoid).to(dh.dtype.element_ty), mask=mask)
+    tl.store(y + y_offsets, (a * sigmoid * b).to(y.dtype.element_ty), mask=mask)
 
 
 def swiglu_backward(h: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def swiglu_backward(h: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake(h, dy):
-    """Empty tensors of those shapes, for compilers."""
+    """Empty tensors of the shapes that `swiglu_backward` returns, for compilers."""
     return h.new_empty(h.shape), dy.new_empty(dy.shape)
 
 
@@ -53,11 +54,11 @@ _operator = register_typed(swiglu_backward, _fake)
 
 
 class Projected(torch.autograd.Function):
-    """(silu(a) * b) weight^T for h = (a, b): of what lies between, h alone is kept."""
+    """(silu(a) * b) weight^T for h = (a, b), with its gradient, for which h and weight alone are kept."""
 
     @staticmethod
     def forward(h, weight):
-        """As in plain operators, which the compiler fuses."""
+        """In plain operators, which the compiler fuses."""
         a, b = h.chunk(2, -1)
         return F.linear(F.silu(a) * b, weight)
 
