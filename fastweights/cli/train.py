@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.options import prepare_torch, say
+from fastweights.cli.options import prepare_torch, say, typed
 from fastweights.core import FastWeightError
 from fastweights.models.config import PRESETS, Config
 
@@ -97,8 +97,13 @@ def train(
 
     # An option that was not given is None: presets decide those, and a resumed run its own configuration.
     changes = {name: ctx.params[name] for name in FIELDS if ctx.params[name] is not None}
-    if resume and changes:
-        raise FastWeightError(f"--resume with {', '.join(changes)}; expected no changes: a run goes on as it began")
+    source = ctx.get_parameter_source("preset")
+    chosen = source is not None and source.name != "DEFAULT"
+    if resume and (changes or chosen):
+        given = ", ".join([*changes, *["preset"] * chosen])
+        raise FastWeightError(f"--resume with {given}; expected no changes: a run goes on as it began")
+    if chosen and "start" in changes:
+        raise FastWeightError("--from with --preset; expected one of them: all but the layer is as in the run it names")
     if "layers" in changes and {"model", "depth"} & set(changes):
         raise FastWeightError("--layers with --model or --depth; expected one way to say which blocks there are")
     config = training.configured(preset, changes)
@@ -106,4 +111,4 @@ def train(
         blocks = ", ".join(config.mixers)
         say(f"{run}: {blocks}; {config.head} head; {config.data} as {config.tokenizer}")
     training.train(config, run, resume=resume, console=Console())
-    say(f"Next: fastweights eval {run}")
+    say(f"Next: {typed('fastweights', 'eval', run)}")

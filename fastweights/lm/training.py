@@ -1,12 +1,14 @@
 """`train`: a configuration becomes a folder with a trained model; a run that was stopped goes on in its own folder."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
-from fastweights.core import FastWeightError
+from fastweights.core import FastWeightError, FastWeightWarning
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
@@ -16,6 +18,8 @@ from fastweights.torch.devices import pick_device
 from fastweights.training import checkpoints, log
 from fastweights.training.parallel import Ranks, restarted, said_when_others_are_lost
 from fastweights.training.trainer import Trainer
+
+LEAST_SHARE = 0.5  # of the text, below which training on it is worth a warning
 
 
 def train(
@@ -33,18 +37,24 @@ def train(
         cache: folder for tokenised documents; the user's cache folder when absent.
     """
     run = Path(run)
+    if not isinstance(config, Config):
+        raise FastWeightError(f"config is a {type(config).__name__}; expected a Config, such as Config.of('laptop')")
     config, encoded = _claim(run, config, resume)
     resume = encoded is not None and checkpoints.exists(run)  # killed before its first, it starts again
     with said_when_others_are_lost(run, config.parallel, config.patience):
         ranks = Ranks.start(config.parallel, pick_device(config.device), config.patience)
         for turn in (ranks.first, not ranks.first):  # the first makes what the others read
             if turn:
-                corpus = _corpus(config, encoded, cache)
+                shown = console if ranks.first and console is not None else Console(quiet=True)
+                with shown.status(f"Reading {escape(config.data)}"):
+                    corpus = _corpus(config, encoded, cache)
             ranks.wait()
         torch.manual_seed(config.seed)
         model = LanguageModel(config.in_training, corpus.tokenizer.size).to(ranks.device)
         if config.start:
             run_folder.start_from(model, Path(config.start), weights=not resume)
+        if ranks.first and encoded is None:
+            _say_what_there_is(config, corpus, model, console)
         trainer = Trainer(config, run, corpus, model, ranks)
         if ranks.first:  # from here on the run exists: what can be refused has been
             _write_folder(run, config, corpus, model, resume)
@@ -52,6 +62,20 @@ def train(
         trainer.go(resume, console if ranks.first else None)
         ranks.end()
     return run
+
+
+def _say_what_there_is(config: Config, corpus: Corpus, model: LanguageModel, console: Console | None) -> None:
+    """How much text and how many weights, and a warning where most of the text is held out."""
+    size = sum(p.numel() for p in model.parameters())
+    if console is not None:
+        console.print(f"Text: {corpus}. Model: {size:,} weights.", highlight=False, markup=False, soft_wrap=True)
+    if corpus.share_to_train < LEAST_SHARE:
+        warnings.warn(
+            f"{corpus.share_to_train:.0%} of the text of {config.data} is for training: which documents are held out "
+            "follows from their names, and large ones are among them. A file that is named alone is cut in three",
+            FastWeightWarning,
+            stacklevel=3,
+        )
 
 
 def _write_folder(run: Path, config: Config, corpus: Corpus, model: LanguageModel, resume: bool) -> None:

@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLState
 from fastweights.models.blocks import EPS, Block, Norm
 from fastweights.models.config import Config
@@ -263,7 +264,12 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def read(
-        self, text: bytes | str | np.ndarray, memory: Memory | None = None, *, segment: int | None = None
+        self,
+        text: bytes | str | np.ndarray,
+        memory: Memory | None = None,
+        *,
+        segment: int | None = None,
+        advance: Callable[[int], Any] = lambda n: None,
     ) -> Memory:
         """Read a text of any length once, after `memory` if given; the memory has the same size for any length.
 
@@ -271,6 +277,7 @@ class LanguageModel(nn.Module):
             text: bytes or str, which the tokenizer of the run encodes, or tokens (T,).
             memory: what was read before, to go on from; the start of a document when absent.
             segment: tokens read at a time, which changes speed alone; more on a GPU than on a CPU when absent.
+            advance: advance(tokens) after every segment, for a progress bar.
 
         Returns:
             A `Memory`, to generate from, save, or read more into.
@@ -293,6 +300,7 @@ class LanguageModel(nn.Module):
                 state = State(self(inputs[:, part], state)[1], None)
             else:
                 state = self.score(inputs[:, part], labels[:, part], state, slow=False).state
+            advance(inputs[:, part].shape[1])
         self.train(was_training)
         count = tokens.shape[1] + (0 if memory is None else memory.count - 1)
         return Memory(map_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
@@ -305,13 +313,30 @@ class LanguageModel(nn.Module):
     def _tokens(self, text, memory):
         """(1, 1 + T): the token before a text, that of the memory or the start of a document, and the text's own."""
         if isinstance(text, str):
-            text = text.encode()
-        encoded = self.tokenizer.encode(text) if isinstance(text, bytes) else np.asarray(text, np.int64)
+            try:
+                text = text.encode()
+            except UnicodeEncodeError as error:
+                raise FastWeightError(
+                    f"text has {error.object[error.start]!a}; expected characters, or bytes"
+                ) from None
+        if isinstance(text, bytes | bytearray | memoryview):
+            encoded = self.tokenizer.encode(bytes(text))
+        else:
+            encoded = np.asarray(text)
+            whole = encoded.ndim == 1 and (encoded.dtype.kind in "iu" or not encoded.size)
+            if not whole or (encoded.size and not 0 <= encoded.min() <= encoded.max() < self.vocab):
+                got = f"of {encoded.dtype} and shape {encoded.shape}" if not whole else f"{text!r:.80}"
+                raise FastWeightError(
+                    f"text is {got}; expected bytes, str, or tokens (T,): whole numbers from 0 to {self.vocab - 1}"
+                )
+            encoded = encoded.astype(np.int64)
         before = [self.vocab - 1 if memory is None else memory.last]
         return torch.from_numpy(np.r_[before, encoded])[None].to(self.embedding.weight.device)
 
     def _take(self, memory):
         """A memory on this model's device, once it is known to be of these weights."""
+        if not isinstance(memory, Memory):
+            raise FastWeightError(f"memory is a {type(memory).__name__}; expected a Memory, as model.read returns it")
         memory.check(self.fingerprint())
         return memory.to(self.embedding.weight.device)
 

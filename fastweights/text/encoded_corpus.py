@@ -40,7 +40,12 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
         except FastWeightError as error:
             warnings.warn(f"{error}. It is made again from {data}", FastWeightWarning, stacklevel=2)
     shutil.rmtree(folder, ignore_errors=True)
-    write_folder(data, tokens, folder)
+    try:
+        write_folder(data, tokens, folder)
+    except FastWeightError as error:
+        if cache is None and str(error).startswith("cannot write"):
+            raise FastWeightError(f"{error}. Encoded text is kept there unless XDG_CACHE_HOME says where") from None
+        raise
     return open_folder(folder)
 
 
