@@ -45,6 +45,9 @@ def inspect(
     wait_without_spinning()
     if head is not None and not hf:
         raise FastWeightError(f"--head is {head} without --hf; expected both: a head belongs to a Hugging Face model")
+    from rich.console import Console
+    from rich.markup import escape
+
     from fastweights.inspect import hf_reader, page, page_data, run_reader
     from fastweights.inspect.sources import Tracker
 
@@ -54,10 +57,11 @@ def inspect(
     for model in models:
         tracker = Tracker(window, BUDGET // len(models))
         how: dict[str, Any] = dict(every=every, limit=limit, device=device, watch=tracker)
-        if hf:
-            reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
-        else:
-            reading = run_reader.read_run(model, file, **how)
+        with Console().status(f"Reading {escape(str(file))} with {escape(str(model))}, from several places"):
+            if hf:
+                reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
+            else:
+                reading = run_reader.read_run(model, file, **how)
         blocks.append(page_data.model_block(reading, tracker.found()))
         kept = len(reading.text.tokens)
         count = len(reading.probe.memories)

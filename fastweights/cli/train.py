@@ -8,7 +8,7 @@ import typer
 
 from fastweights.cli.options import prepare_torch, say, typed
 from fastweights.core import FastWeightError
-from fastweights.models.config import PRESETS, Config
+from fastweights.models.config import FAST_FIELDS, PRESETS, Config
 
 FIELDS = {f.name: f for f in fields(Config)}
 # headings over the options of train
@@ -24,6 +24,29 @@ def _field(name: str, heading: str) -> Any:
     default = "" if field.default in ("", 0, 0.0, False, None) else f" [default: {field.default}]"
     flag = field.metadata["flag"] or "--" + name.replace("_", "-")
     return typer.Option(flag, help=field.metadata["help"] + default, show_default=False, rich_help_panel=heading)
+
+
+def _check_used(config: Config, changes: dict[str, Any]) -> None:
+    """Raise where an option was given that this model has no use for.
+
+    Args:
+        config: what will be trained.
+        changes: options that were given.
+    """
+    layer = "a Fast Weight Layer (--head fwl)"
+    idle = (
+        {"window": "softmax attention among the blocks"} if not {"softmax", "transformer"} & set(config.mixers) else {}
+    )
+    if config.head != "fwl":
+        idle |= dict.fromkeys(("fast_hidden", *FAST_FIELDS), layer)
+    elif not config.refresh:
+        idle |= dict.fromkeys(
+            ("train_refresh", "within", "fast_step", "step_lr"), "a layer that is refreshed (--refresh)"
+        )
+    for name in idle.keys() & changes.keys():
+        raise FastWeightError(
+            f"--{name.replace('_', '-')} is {changes[name]}; expected it with {idle[name]} alone: this model has none"
+        )
 
 
 def train(
@@ -107,6 +130,7 @@ def train(
     if "layers" in changes and {"model", "depth"} & set(changes):
         raise FastWeightError("--layers with --model or --depth; expected one way to say which blocks there are")
     config = training.configured(preset, changes)
+    _check_used(config, changes)
     if not resume:
         blocks = ", ".join(config.mixers)
         say(f"{run}: {blocks}; {config.head} head; {config.data} as {config.tokenizer}")

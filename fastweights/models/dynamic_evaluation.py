@@ -33,24 +33,18 @@ class Dynamic:
     batches: tuple[Tensor, ...] = ()
 
 
-def _nobody(tokens: int) -> None:
-    """What is told where nobody wants to know how far reading came."""
-
-
 @contextmanager
 def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[..., Tensor]]:
     """A function that scores a document (1, T + 1) from a state, (1, T); each starts from the trained weights.
 
-    A third argument is called with the number of tokens of every segment that is read.
+    With `advance` it says the number of tokens of every segment that was read.
 
     The model is as it was when the block ends. Memory is carried over the document, segment by segment.
     """
     # The state that the next document starts from; `DynamicEvaluation` itself knows none before the first segment.
     first: list[Any] = [None]
-    told: list[Callable[[int], Any]] = [_nobody]
 
     def call(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        told[0](tokens.shape[1])
         return model.logits(tokens, first[0] if state is None else state)
 
     statistics = GradientStatistics.collect(model, how.batches, call=call) if how.batches else None
@@ -68,9 +62,9 @@ def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[...,
         call=call,
     ) as dynamic:
 
-        def run(row: Tensor, state: Any, advance: Callable[[int], Any] = _nobody) -> Tensor:
-            first[0], told[0] = state, advance
+        def run(row: Tensor, state: Any, advance: Callable[[int], Any] = lambda n: None) -> Tensor:
+            first[0] = state
             dynamic.reset()
-            return dynamic.run(row).losses
+            return dynamic.run(row, advance=advance).losses
 
         yield run

@@ -21,7 +21,7 @@ from fastweights.core import FastWeightError
 from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.models.memory import Memory
-from fastweights.text.scores import Score, Text
+from fastweights.text.scores import Score, Text, in_bytes
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.nn import FastWeightAttention
@@ -77,11 +77,11 @@ def score(
     with adapted as run:
         for text in texts:
             rows = row_of(model, text, memory if mode != "static" else None)
-            read = _in_bytes(text, advance)
+            read = in_bytes(text, advance)
             if mode == "static":
                 loss = _static(model, rows, read)
             elif mode == "dynamic":
-                loss = run(rows, _before(model, memory), read)[0]
+                loss = run(rows, _before(model, memory), advance=read)[0]
             else:
                 learn, cache = mode in ("fast", "both"), NeuralCache() if mode in ("cache", "both") else None
                 loss, state, kept = carried(model, rows, _before(model, memory), learn=learn, cache=cache, advance=read)
@@ -90,19 +90,6 @@ def score(
     if mode == "dynamic":  # the state and a copy of all weights
         held = tensor_bytes(model.init_state(1).blocks) + tensor_bytes(list(model.parameters()))
     return Score(mode, losses, time.perf_counter() - started, held, peak())
-
-
-def _in_bytes(text: Text, advance: Callable[[int], Any]) -> Callable[[int], None]:
-    """read(tokens), which calls advance(bytes): as many in all as the text has, each token an equal share of them."""
-    done = [0, 0]  # tokens, bytes
-
-    def read(tokens: int) -> None:
-        done[0] += tokens
-        reached = len(text.data) * done[0] // max(1, len(text.tokens))
-        advance(reached - done[1])
-        done[1] = reached
-
-    return read
 
 
 def _before(model: LanguageModel, memory: Memory | None) -> Any:

@@ -118,7 +118,7 @@ def split(found: list[Document], spec: str, left_out: Counter[str] | None = None
     if not found:
         but = f" ({said(left_out)})" if left_out else ""
         raise FastWeightError(
-            f"data is {spec!r}, which holds no text{but}; expected at least one file that is neither empty nor binary"
+            f"data is {spec!r}, which holds no text; expected at least one file that is neither empty nor binary{but}"
         )
     # One or two documents: each is cut into three parts instead.
     if len(found) < len(SPLITS):
