@@ -196,7 +196,7 @@ def test_the_same_from_python(trained):
 
 def test_eval_of_short_texts_takes_them_all(run, trained, place):
     """The command that `train` names next works as it is, also where no document has the usual length."""
-    code, out, err = run("eval", trained, "--mode", "static", "--mode", "memory", "--mode", "static", "--json", "a.json")
+    code, _, err = run("eval", trained, "--mode", "static", "--mode", "memory", "--mode", "static", "--json", "a.json")
     assert code == 0, err
     numbers = json.loads((place / "a.json").read_text())
     split = corpus_of(place / trained).splits["test"]
@@ -308,3 +308,11 @@ def test_a_text_that_is_mostly_held_out_is_said(run, place):
 def _training_names(folder):
     found = list(corpus.documents(str(folder)))
     return {d.name for d in corpus.split(found, str(folder))["train"]}
+
+
+def test_one_of_several_processes_speaks(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    code, out, err = run("train", "second", "--data", "texts", "--steps", "2", *TINY)
+    assert code == 0, err
+    assert "second: gated-delta" not in out
+    assert "Next:" not in out

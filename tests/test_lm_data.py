@@ -1,7 +1,10 @@
 """Corpora, tokenizers and batches: fixed splits, exact bytes, the same batch for the same step."""
 
 import itertools
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -171,3 +174,68 @@ def test_hugging_face_datasets(monkeypatch):
     fake.load_dataset = lambda *name, split, streaming: [{"text": " ".join(name)}, {"text": ""}]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert [d.data for d in corpus.documents("hf:wikitext:raw")] == [b"wikitext raw"]
+
+
+def test_what_is_left_out_is_counted_and_kept(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name, content in dict(a=TEXT, b=TEXT, c=TEXT, d=b"", e=b" \n", f=TEXT.decode().encode("utf-16")).items():
+        (tmp_path / "texts" / name).write_bytes(content)
+    for _ in range(2):  # encoded, and opened again
+        found = prepare(str(tmp_path / "texts"), "bytes", tmp_path / "cache")
+        assert found.left_out == {"empty": 2, "binary": 1}
+        assert "left out: 2 empty files, 1 binary file" in str(found)
+    with pytest.raises(FastWeightError, match=r"neither empty nor binary .left out: 1 binary file; .* UTF-16 to UTF-8"):
+        prepare(str(tmp_path / "texts" / "f"), "bytes", tmp_path / "cache")
+
+
+def test_what_cannot_be_read_is_said(files, monkeypatch):
+    """A file or folder without permission must not be missing from a corpus without a word."""
+    real = Path.read_bytes
+
+    def forbidden(self):
+        if self.name == "3.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", forbidden)
+        with pytest.raises(
+            FastWeightError, match=r"cannot read .*3.txt: Permission denied; expected files and folders"
+        ):
+            list(corpus.documents(str(files)))
+    (files / "within").mkdir()
+    scan = os.scandir
+
+    def closed(path):
+        if str(path).endswith("within"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(FastWeightError, match=r"cannot read .*within: Permission denied; expected files and folders"):
+        list(corpus.documents(str(files)))
+
+
+def test_folders_within_are_read_and_hidden_ones_are_not(files, tmp_path):
+    for name in ("b/c.txt", ".git/d.txt", "b/.e.txt", "f.txt"):
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).write_bytes(TEXT)
+    (files / "link").symlink_to(files / "b")
+    names = [path.relative_to(files).as_posix() for path in corpus.files(str(files))[1]]
+    assert names == sorted([*(f"{i}.txt" for i in range(30)), "b/c.txt", "f.txt"], key=lambda name: Path(name).parts)
+
+
+def test_a_cache_folder_that_cannot_be_written_says_where_else(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    (tmp_path / "a file").write_bytes(b"")
+    with pytest.raises(FastWeightError, match=r"cannot write .*; nothing was kept. Encoded text is kept there unless"):
+        prepare(str(files), "bytes")
+
+
+def test_files_are_utf8_whatever_the_language_of_the_system(tmp_path):
+    """A tokenizer's file has characters beyond ASCII, as on a server without a locale, or on Windows."""
+    lines = ["from pathlib import Path", "from fastweights.files import write_text"]
+    code = "\n".join([*lines, f"write_text(Path({str(tmp_path)!r}, 'x'), '\\u00e9')"])
+    plain = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    subprocess.run([sys.executable, "-c", code], env=plain, check=True)
+    assert (tmp_path / "x").read_bytes() == "\u00e9".encode()

@@ -6,7 +6,6 @@ functions, so that `fastweights --help` answers at once.
 
 import errno
 import io
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -105,7 +104,7 @@ def main() -> None:
     except OSError as error:  # files that cannot be read or written are said where they are opened
         if error.errno not in FULL or error.filename is not None:
             raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or what is left to write fails once more at the end
+        sys.stdout = io.StringIO()  # or what is left to write fails once more at the end
         _fail(f"cannot write the output: {error.strerror}", 2)
 
 

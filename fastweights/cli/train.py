@@ -1,5 +1,6 @@
 """`fastweights train`: an option for every field of the training configuration. Light to import."""
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -131,8 +132,10 @@ def train(
         raise FastWeightError("--layers with --model or --depth; expected one way to say which blocks there are")
     config = training.configured(preset, changes)
     _check_used(config, changes)
-    if not resume:
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun one speaks
+    if not resume and first:
         blocks = ", ".join(config.mixers)
         say(f"{run}: {blocks}; {config.head} head; {config.data} as {config.tokenizer}")
     training.train(config, run, resume=resume, console=Console())
-    say(f"Next: {typed('fastweights', 'eval', run)}")
+    if first:
+        say(f"Next: {typed('fastweights', 'eval', run)}")

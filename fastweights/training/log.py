@@ -85,7 +85,7 @@ def _columns() -> list[ProgressColumn]:
     left = TextColumn("{task.fields[left]}", style="cyan", table_column=whole)
     return [
         Description(table_column=Column()),
-        BarColumn(14, table_column=Column(max_width=14)),
+        BarColumn(12, table_column=Column(max_width=12)),
         MofNCompleteColumn(table_column=whole),
         TimeElapsedColumn(table_column=whole),
         left,
