@@ -139,6 +139,9 @@ def test_the_shell_completes_commands_and_options():
     assert complete("fastweights hf e") == ["eval", "export"]
     assert complete("fastweights read --dev") == ["--device"]
     assert complete("fastweights train --preset paper-s") == ["paper-small"]
+    assert complete("fastweights train --parallel f") == ["fsdp"]
+    assert complete("fastweights train --model trans") == ["transformer"]
+    assert complete("fastweights eval runs/first --mode st") == ["static"]
     assert complete("fastweights reproduce over") == ["overwrite"]
 
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from fastweights import cli
+from fastweights.cli import evaluate
 from fastweights.models.config import PRESETS, Config
 from fastweights.models.run_documents import corpus_of
 from fastweights.text import corpus, report
@@ -90,7 +91,7 @@ def test_eval_scores_in_all_modes(run, trained, place):
     for name in ("static windows", "carried memory", "Fast Weight Layer", "dynamic evaluation", "gzip -9", "xz -9"):
         assert name in out
     found = json.loads((place / trained / "eval.json").read_text())
-    assert [m["mode"] for m in found["modes"]] == ["static", "memory", "cache", "fast", "both", "dynamic"]
+    assert [m["mode"] for m in found["modes"]] == list(evaluate.MODES)
     assert all(0 < m["bits_per_byte"] < 9 for m in found["modes"])
     assert "peak" in out
     assert all(sys.platform != "linux" or m["peak_bytes"] >= 0 for m in found["modes"])

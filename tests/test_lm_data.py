@@ -239,3 +239,12 @@ def test_files_are_utf8_whatever_the_language_of_the_system(tmp_path):
     plain = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     subprocess.run([sys.executable, "-c", code], env=plain, check=True)
     assert (tmp_path / "x").read_bytes() == "\u00e9".encode()
+
+
+def test_text_without_blanks_is_cut_into_words():
+    """Training a tokenizer takes the square of the longest word: a megabyte of letters would take an hour."""
+    made = tokenizer.Subwords.train(260, [b"ACGT" * 50])
+    split = made.tokenizer.pre_tokenizer.pre_tokenize_str
+    for text in ("ACGT" * 500, "=" * 3000, " " * 3000, "\n" + " " * 3000, "x " + " " * 600 + "x"):
+        assert max(stop - start for _, (start, stop) in split(text)) <= 257
+        assert made.decode(made.encode(text.encode())) == text.encode()

@@ -10,6 +10,7 @@ from fastweights.cli.options import Device, FromMemory, On, Run, prepare_torch, 
 from fastweights.core import FastWeightError
 from fastweights.models.config import DYNAMIC_LR
 
+MODES = ("static", "memory", "cache", "fast", "both", "dynamic")  # names that the shell completes
 LIMIT = 262_144  # bytes of held-out documents to score by default
 
 
@@ -22,7 +23,8 @@ def evaluate(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Mode to score in: static, memory, cache, fast, both or dynamic; repeatable. All by default."
+            help="Mode to score in: static, memory, cache, fast, both or dynamic; repeatable. All by default.",
+            autocompletion=lambda: list(MODES),
         ),
     ] = None,
     memory: FromMemory = None,

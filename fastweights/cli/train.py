@@ -9,7 +9,7 @@ import typer
 
 from fastweights.cli.options import prepare_torch, say, typed
 from fastweights.core import FastWeightError
-from fastweights.models.config import FAST_FIELDS, PRESETS, Config
+from fastweights.models.config import CHOICES, FAST_FIELDS, MIXERS, OTHERS, PRESETS, Config
 
 FIELDS = {f.name: f for f in fields(Config)}
 # headings over the options of train
@@ -24,7 +24,10 @@ def _field(name: str, heading: str) -> Any:
     field = FIELDS[name]
     default = "" if field.default in ("", 0, 0.0, False, None) else f" [default: {field.default}]"
     flag = field.metadata["flag"] or "--" + name.replace("_", "-")
-    return typer.Option(flag, help=field.metadata["help"] + default, show_default=False, rich_help_panel=heading)
+    words = list(OTHERS + MIXERS if name == "model" else CHOICES.get(name, ()))
+    help = field.metadata["help"] + default
+    complete = (lambda: words) if words else None  # what the Tab key offers
+    return typer.Option(flag, help=help, show_default=False, rich_help_panel=heading, autocompletion=complete)
 
 
 def _check_used(config: Config, changes: dict[str, Any]) -> None:

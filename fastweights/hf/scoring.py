@@ -119,7 +119,9 @@ def _static(model: Any, row: Tensor, how: Reading, read: Read) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool], read: Read = lambda n: None) -> tuple[Tensor, int]:
+def _beside(
+    model: Any, row: Tensor, how: Reading, parts: dict[str, bool], read: Read = lambda n: None
+) -> tuple[Tensor, int]:
     """Head, cache and matrices inside the model: several windows are read at once, as in `_static`.
 
     The labels are known, so that no logits are held; the losses are those of `_attached`. The cache scores as many
@@ -184,7 +186,9 @@ def _score(head, x, labels, weight, bias, learned):
 
 
 @torch.no_grad()
-def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool], read: Read = lambda n: None) -> tuple[Tensor, int]:
+def _attached(
+    model: Any, row: Tensor, how: Reading, parts: dict[str, bool], read: Read = lambda n: None
+) -> tuple[Tensor, int]:
     """Losses of a text with these parts of the attachment, and the bytes of what they know at its end."""
     losses, state = [], None
     with using(model, **parts):

@@ -12,6 +12,7 @@ from fastweights.core import FastWeightError
 from fastweights.models import run_folder
 from fastweights.models.language_model import LanguageModel
 from fastweights.text import encoded_corpus as data
+from fastweights.text import tokenizer
 from fastweights.text.corpus_files import Corpus
 from fastweights.text.scores import Text
 
@@ -30,10 +31,22 @@ def read_file(model: LanguageModel, path: Path) -> Text:
     return Text(path.name, content, model.tokenizer.encode(content))
 
 
-def corpus_of(run: Path) -> Corpus:
-    """The encoded corpus that a run was trained on."""
+def corpus_of(run: Path, cache: Path | None = None) -> Corpus:
+    """The encoded corpus that a run was trained on; where it is gone, its data encoded again by the run's tokenizer.
+
+    Args:
+        run: folder.
+        cache: folder for encoded corpora; the user's cache folder when absent.
+    """
     config, about = run_folder.read_config(run)
-    return data.prepare_again(Path(str(about.get("corpus", ""))), config.data, config.tokenizer)
+    folder = Path(str(about.get("corpus", "")))
+    found = data.prepare_again(folder, config.data, config.tokenizer, cache, run / tokenizer.FILE)
+    if found.tokenizer.name != about.get("tokenizer", found.tokenizer.name):
+        raise FastWeightError(
+            f"{found.folder} was encoded by {found.tokenizer.name}; expected {about['tokenizer']}, whose tokens the "
+            f"weights of run {run} know"
+        )
+    return found
 
 
 def held_out(corpus: Corpus, model: LanguageModel, min_bytes: int | None, limit: int) -> list[Text]:

@@ -75,7 +75,9 @@ class Subwords:
         if size < 257:
             raise FastWeightError(f"tokenizer is 'bpe:{size}'; expected a size of at least 257: every byte and more")
         tokenizer = Tokenizer(models.BPE())
-        words = Regex(r" ?[A-Za-z_\x80-\xff]+| ?\d{1,3}| ?[^\sA-Za-z_\x80-\xff\d]+|\n[ \t]*|\s+(?!\S)|\s")
+        some = "{1,256}"  # signs at most: training takes the square of a word's length, and some text has no blanks
+        letters, signs = r"[A-Za-z_\x80-\xff]", r"[^\sA-Za-z_\x80-\xff\d]"
+        words = Regex(rf" ?{letters}{some}| ?\d{{1,3}}| ?{signs}{some}|\n[ \t]{{0,256}}|\s{some}(?!\S)|\s")
         tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
         tokenizer.decoder = decoders.Fuse()
         trainer = trainers.BpeTrainer(
