@@ -250,3 +250,23 @@ def test_a_misspelt_field_is_said_with_the_one_that_was_meant():
         FastWeightError, match="Config has no field stepz; expected a field that there is, such as steps"
     ):
         Config.of("laptop", stepz=3)
+
+
+@pytest.mark.parametrize("length", [12, 11])  # a whole chunk waits to be learned, or a part of one
+@pytest.mark.parametrize("refresh, within", [(0, "held"), (3, "held"), (3, "cumulative")])
+def test_without_learning_a_layer_still_answers_by_what_it_has_learned(refresh, within, length):
+    """`generate --no-learn` after a document: what the layer learned from the document is not forgotten."""
+    model = tiny(head="fwl", refresh=refresh, within=within)
+    with torch.no_grad():
+        model.fast.steps.fill_(1.0)
+    memory = model.read(b"abababababab"[:length])
+    last = torch.tensor([[memory.last]])
+    logits, state = model.step(last[0], memory.state, learn=False)
+    for label in (97, 98, 200):  # a label is scored before it is learned
+        wanted = model.score(last, torch.tensor([[label]]), memory.state).loss[0, 0]
+        torch.testing.assert_close(torch.logsumexp(logits[0], 0) - logits[0, label], wanted)
+    x, _ = model(last, memory.state)
+    assert (logits - model.fast.slow_logits(x)[:, 0]).abs().max() > 0.05
+    again, after = model.step(last[0], state._replace(blocks=memory.state.blocks), learn=False)
+    torch.testing.assert_close(again, logits)
+    assert all(torch.equal(a, b) for a, b in zip(after.fast, state.fast, strict=True))

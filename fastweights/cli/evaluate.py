@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastweights.cli.options import Device, FromMemory, On, Run, prepare_torch, say
+from fastweights.cli.options import Device, FromMemory, On, Run, busy, prepare_torch, say
 from fastweights.core import FastWeightError
 from fastweights.models.config import DYNAMIC_LR
 
@@ -94,13 +94,15 @@ def evaluate(
     batches = training_batches(corpus(), model) if "dynamic" in asked else ()
     dynamic = Dynamic(lr=dynamic_lr, segment=dynamic_segment, batches=batches)
     for each in asked:
-        laws.check(model, each, evaluation.row_of(model, texts[0]), dynamic)
+        with busy(f"Checking that the mode {each} keeps the laws of adaptation"):
+            laws.check(model, each, evaluation.row_of(model, texts[0]), dynamic)
     scores = score_modes(
         asked,
         texts,
         lambda mode, advance: evaluation.score(model, texts, mode, memory=before, dynamic=dynamic, advance=advance),
     )
-    numbers = summary(texts, scores, model.tokenizer.lengths()) | dict(run=str(run))
+    with busy("Comparing with gzip and xz"):
+        numbers = summary(texts, scores, model.tokenizer.lengths()) | dict(run=str(run))
     json, plot = json or run / "eval.json", plot or run / "eval.png"
     memories = evaluation.memory_norms(model, texts[0])
     report_scores(numbers, scores, texts, model.tokenizer.lengths(), json, plot, memories)

@@ -41,7 +41,10 @@ def generate(
         float, typer.Option(help="Probability that a token needs, as a share of the likeliest one's; 0 for any.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice: the same seed writes the same text.")] = 0,
-    learn: Annotated[bool, typer.Option(help="Let a Fast Weight Layer learn from the text it writes.")] = True,
+    learn: Annotated[
+        bool,
+        typer.Option(help="Let a Fast Weight Layer learn from the text it writes, not from prompt and memory alone."),
+    ] = True,
     cache: Annotated[bool, typer.Option("--cache", help="Mix in a neural cache of the prompt and the output.")] = False,
     device: On = Device.auto,
 ) -> None:
@@ -66,7 +69,7 @@ def generate(
     mixed: dict[str, Any] = dict(cache=NeuralCache()) if cache else {}
     given = os.fsencode(prompt)  # the bytes that were typed, also where they are no text
     if cache and given:
-        mixed["cached"] = generation.read_into(mixed["cache"], model, given, before, learn=learn)
+        mixed["cached"] = generation.read_into(mixed["cache"], model, given, before)
     # The prompt is read into the memory in one go; from there on each token takes one step.
     if given or before is None:
         before = model.read(given, before)

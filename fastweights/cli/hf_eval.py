@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fastweights.cli.huggingface import Model, Window
-from fastweights.cli.options import Device, On, need
+from fastweights.cli.options import Device, On, busy, need
 from fastweights.core import FastWeightError
 
 LR = {"sgd": 3e-2, "rms": 1e-5}  # learning rates of dynamic evaluation, without and with statistics
@@ -147,7 +147,8 @@ def evaluate(
 
     # All modes read the same texts; the model's weights are put back between them.
     scores = score_modes(asked, texts, score)
-    numbers = summary(texts, scores, None)
+    with busy("Comparing with gzip and xz"):
+        numbers = summary(texts, scores, None)
     for row, peak in zip(numbers["modes"], peaks, strict=True):
         row["peak_gpu_bytes"] = peak
     settings = dict(window=window, stride=stride, lr=lr, parameters=list(names), head=head and str(head))

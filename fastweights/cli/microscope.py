@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.options import Device, On, need, say, wait_without_spinning
+from fastweights.cli.options import Device, On, busy, need, say, wait_without_spinning
 from fastweights.core import FastWeightError
 
 BUDGET = 4_600_000  # bytes for the sources of all tokens, before they are compressed
@@ -45,9 +45,6 @@ def inspect(
     wait_without_spinning()
     if head is not None and not hf:
         raise FastWeightError(f"--head is {head} without --hf; expected both: a head belongs to a Hugging Face model")
-    from rich.console import Console
-    from rich.markup import escape
-
     from fastweights.inspect import hf_reader, page, page_data, run_reader
     from fastweights.inspect.sources import Tracker
 
@@ -57,7 +54,7 @@ def inspect(
     for model in models:
         tracker = Tracker(window, BUDGET // len(models))
         how: dict[str, Any] = dict(every=every, limit=limit, device=device, watch=tracker)
-        with Console().status(f"Reading {escape(str(file))} with {escape(str(model))}, from several places"):
+        with busy(f"Reading {file} with {model}, from several places"):
             if hf:
                 reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
             else:

@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +93,14 @@ def reading(name: str, total: int) -> Iterator[Callable[[int], Any]]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(escape(name), total=total)
         yield lambda n: progress.advance(task, n)
+
+
+def busy(what: str) -> AbstractContextManager:
+    """Show on a terminal what is being done, for as long as the block lasts: for work whose length is not known."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    return Console().status(escape(what))
 
 
 def prepare_torch(command: str) -> None:

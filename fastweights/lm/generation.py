@@ -119,7 +119,8 @@ def generate(
         memory: what was read, as `model.read` returns it.
         tokens: to write at most.
         how: a `Sampling`; its defaults when absent.
-        learn: whether a Fast Weight Layer goes on learning, from what it generates.
+        learn: whether a Fast Weight Layer goes on learning, from what it generates. What it has learned from the text
+            before it keeps either way.
         cache: a `NeuralCache` that is mixed into the prediction, and goes on reading too.
         cached: what it holds of the text before.
 

@@ -69,7 +69,8 @@ def _say_what_there_is(config: Config, corpus: Corpus, model: LanguageModel, con
     """How much text and how many weights, and a warning where most of the text is held out."""
     size = sum(p.numel() for p in model.parameters())
     if console is not None:
-        console.print(f"Text: {corpus}. Model: {size:,} weights.", highlight=False, markup=False, soft_wrap=True)
+        made = f"Model: {size:,} weights, {model.vocab:,} words."
+        console.print(f"Text: {corpus}. {made}", highlight=False, markup=False, soft_wrap=True)
     if corpus.share_to_train < LEAST_SHARE:
         warnings.warn(
             f"{corpus.share_to_train:.0%} of the text of {config.data} is for training: which documents are held out "

@@ -247,7 +247,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, State]:
         """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax.
 
-        A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is.
+        A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is, with what
+        it has learned so far.
         full: where the caller knows it, whether a whole chunk of tokens waits to be learned by a refreshed layer; it
             saves looking the number up on the device.
         """
@@ -255,12 +256,26 @@ class LanguageModel(nn.Module):
         if self.fast is None:
             return (x @ self.embedding.weight.mT)[:, 0], State(blocks, None)
         if not learn:
-            return self.fast.slow_logits(x)[:, 0], State(blocks, state.fast)
+            logits, fast = self._answer(x[:, 0], state.fast, full)
+            return logits, State(blocks, fast)
         if full is None:
             logits, fast = self.fast.step(x[:, 0], token, state.fast)  # token is the label that was waited for
         else:
             logits, fast = self.fast._refreshed_step(x[:, 0], token, state.fast, full=full)
         return logits, State(blocks, fast)
+
+    def _answer(self, x, fast, full):
+        """Logits (B, V) for features x (B, D) by what a Fast Weight Layer has learned, and its state without x.
+
+        A whole chunk of earlier tokens that waits in the state is learned.
+        """
+        if not isinstance(fast, RefreshState):
+            return self.fast.step(x, None, fast)[0], fast
+        logits, after = self.fast._refreshed_step(x, None, fast, full=full)
+        learned = after.waiting <= fast.waiting  # rows whose chunk was whole: x waits alone there
+        return logits, fast._replace(
+            dense1=after.dense1, dense2=after.dense2, norm=after.norm, waiting=torch.where(learned, 0, fast.waiting)
+        )
 
     @torch.no_grad()
     def read(
