@@ -287,7 +287,7 @@ def test_train_says_what_text_there_is(run, place):
     assert f"Text: {total}, " in out
     assert "left out: 1 empty file, 1 binary file; a zero byte makes a file binary: convert UTF-16 to UTF-8" in out
     about = json.loads((place / "mixed-run" / "config.json").read_text())
-    assert f"Model: {about['parameters']:,} weights, 257 words." in out
+    assert f"Model: {about['parameters']:,} weights, a vocabulary of 257 tokens." in out
     code, out, _ = run("train", "mixed-again", "--data", "mixed", "--steps", "2", *TINY)  # from the encoded corpus
     assert "left out: 1 empty file, 1 binary file" in out
 

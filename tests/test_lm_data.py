@@ -1,6 +1,7 @@
 """Corpora, tokenizers and batches: fixed splits, exact bytes, the same batch for the same step."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from fastweights.core import FastWeightError
 from fastweights.text import corpus, corpus_files, tokenizer
 from fastweights.text import encoded_corpus as data
 from fastweights.text.encoded_corpus import prepare
+from fastweights.text.streams import Stream, sizes
 from fastweights.training.batches import Batches
 from fastweights.training.objective import to_batch
 
@@ -248,3 +250,61 @@ def test_text_without_blanks_is_cut_into_words():
     for text in ("ACGT" * 500, "=" * 3000, " " * 3000, "\n" + " " * 3000, "x " + " " * 600 + "x"):
         assert max(stop - start for _, (start, stop) in split(text)) <= 257
         assert made.decode(made.encode(text.encode())) == text.encode()
+
+
+PLAIN = "Hello World, naïve café 日本語 😀 ok\n\n  two  spaces"
+
+
+def pretrained(kind):
+    """A tokenizer as a user may bring one: byte-level (GPT-2), with marked blanks (Llama), with marked ends (BERT)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if kind == "gpt2":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        how = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"])
+    elif kind == "llama":
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(undo)
+        pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+        how = trainers.BpeTrainer(vocab_size=320, special_tokens=pieces, show_progress=False)
+    else:
+        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        how = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]"], show_progress=False)
+    made.train_from_iterator(["Hello World, two spaces and more words."] * 20, how)
+    if kind == "llama":  # its bytes are pieces like others
+        made = Tokenizer.from_str(json.dumps(json.loads(made.to_str()) | dict(added_tokens=[])))
+    return tokenizer.Subwords(made)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_text_comes_token_by_token_as_it_is_decoded_at_once(kind):
+    """Alone, a token of some tokenizers loses the blank before it, or is marked as the end of a word."""
+    made = pretrained(kind)
+    plain = PLAIN if kind != "bert" else "Hello World, two spaces"
+    tokens = made.encode(plain.encode()).tolist()
+    whole = made.decode(tokens)
+    if kind != "bert":
+        assert whole == plain.encode()
+    assert b"".join(made.decode([t]) for t in tokens) == whole or not made.exact
+    for cut in range(len(tokens)):  # after a prompt, which ends with a whole character
+        if not made.decode(tokens[:cut]).endswith("\ufffd".encode()):
+            stream = Stream(made, tokens[:cut])
+            found = b"".join([*(stream.add(t) for t in tokens[cut:]), stream.rest()])
+            assert made.decode(tokens[:cut]) + found == whole
+    widths = made.lengths()[tokens] if made.exact else sizes(made, tokens)
+    assert widths.sum() == len(whole)
+    assert (made.lengths()[tokens].sum() == len(whole)) == made.exact  # what it was taken for before
+
+
+def test_a_stream_does_not_wait_for_ever():
+    """Bytes that are no character are given as such after a few tokens."""
+    made = pretrained("llama")
+    stream, number = Stream(made), made.tokenizer.token_to_id("<0xE6>")
+    given = [stream.add(number) for _ in range(40)]
+    assert sum(map(bool, given)) >= 4
+    assert len(stream.tokens) < 20

@@ -73,10 +73,11 @@ def generate(
     # The prompt is read into the memory in one go; from there on each token takes one step.
     if given or before is None:
         before = model.read(given, before)
+    last = model.tokenizer.encode(given).tolist() if given else [before.last]
     end = given.decode(errors="replace")
     sys.stdout.write(end)
     written = generation.generate(model, before, tokens, how, learn=learn, **mixed)
-    pieces = generation.text_of(model, written, until)
+    pieces = generation.text_of(model, written, until, last)
     for piece in pieces if whole is None else generation.parts_of(pieces, ENDS[whole]):
         sys.stdout.write(piece)
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from fastweights.models.decoding import Decoder
 from fastweights.models.evaluation import carried
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
+from fastweights.text.streams import Stream
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 
 LEAST = 1e-6  # temperature above 0: logits divided by much less are infinite
@@ -183,27 +184,29 @@ def _with_cache(
         yield int(token)
 
 
-def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Iterator[str]:
+def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "", before: Iterable[int] = ()) -> Iterator[str]:
     """Text as it becomes known: a character is given when all its bytes are there.
 
     Args:
         model: whose tokenizer to use.
         tokens: as they are generated.
         until: text after which to stop; it is given, and nothing after it.
+        before: tokens before them, as far as they are known: they may decide whether a blank follows.
     """
     import codecs
 
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    stream = Stream(model.tokenizer, before)
     seen = ""
     for token in tokens:
-        piece = decoder.decode(model.tokenizer.decode([token]))
+        piece = decoder.decode(stream.add(token))
         seen = (seen + piece)[-len(until) - len(piece) :] if until else ""
         if until and until in seen:
             yield piece[: len(piece) - (len(seen) - seen.index(until) - len(until))]
             return
         if piece:
             yield piece
-    rest = decoder.decode(b"", final=True)
+    rest = decoder.decode(stream.rest(), final=True)
     if rest:
         yield rest
 

@@ -69,7 +69,7 @@ def _say_what_there_is(config: Config, corpus: Corpus, model: LanguageModel, con
     """How much text and how many weights, and a warning where most of the text is held out."""
     size = sum(p.numel() for p in model.parameters())
     if console is not None:
-        made = f"Model: {size:,} weights, {model.vocab:,} words."
+        made = f"Model: {size:,} weights, a vocabulary of {model.vocab:,} tokens."
         console.print(f"Text: {corpus}. {made}", highlight=False, markup=False, soft_wrap=True)
     if corpus.share_to_train < LEAST_SHARE:
         warnings.warn(

@@ -15,6 +15,7 @@ from fastweights.text import encoded_corpus as data
 from fastweights.text import tokenizer
 from fastweights.text.corpus_files import Corpus
 from fastweights.text.scores import Text
+from fastweights.text.streams import sizes
 
 LONG = 8192  # bytes of a test document that is worth scoring, where there are some
 STATISTICS = 24  # training batches of one segment each, for the step of each weight in dynamic evaluation
@@ -28,7 +29,8 @@ def read_file(model: LanguageModel, path: Path) -> Text:
         raise FastWeightError(f"cannot read {path}: {error.strerror}; expected a file") from None
     if not content:
         raise FastWeightError(f"{path} is empty; expected a file with at least one byte")
-    return Text(path.name, content, model.tokenizer.encode(content))
+    tokens = model.tokenizer.encode(content)
+    return Text(path.name, content, tokens, sizes(model.tokenizer, tokens))
 
 
 def corpus_of(run: Path, cache: Path | None = None) -> Corpus:
@@ -67,9 +69,13 @@ def held_out(corpus: Corpus, model: LanguageModel, min_bytes: int | None, limit:
         raise FastWeightError(
             f"no test document has {min_bytes} bytes; expected --min-bytes of at most {longest}, or files named"
         )
-    decoded = model.tokenizer.decode
     texts = ((split.names[i], split.document(i)[1:]) for i in chosen)
-    return within((Text(name, decoded(tokens), tokens) for name, tokens in texts), limit, model)
+    return within((_text(name, tokens, model) for name, tokens in texts), limit, model)
+
+
+def _text(name: str, tokens: np.ndarray, model: LanguageModel) -> Text:
+    """A text of these tokens."""
+    return Text(name, model.tokenizer.decode(tokens), tokens, sizes(model.tokenizer, tokens))
 
 
 def within(texts: Iterable[Text], limit: int, model: LanguageModel) -> list[Text]:
@@ -80,9 +86,8 @@ def within(texts: Iterable[Text], limit: int, model: LanguageModel) -> list[Text
         if left <= 0:
             break
         if len(text.data) > left:
-            sizes = np.cumsum(text.widths(model.tokenizer.lengths()))
-            tokens = text.tokens[: max(1, int(np.searchsorted(sizes, left, side="right")))]
-            text = Text(text.name, model.tokenizer.decode(tokens), tokens)
+            ends = np.cumsum(text.widths(model.tokenizer.lengths()))
+            text = _text(text.name, text.tokens[: max(1, int(np.searchsorted(ends, left, side="right")))], model)
         found.append(text)
         left -= len(text.data)
     return found
