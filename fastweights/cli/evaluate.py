@@ -93,9 +93,11 @@ def evaluate(
     before = None if memory is None else Memory.load(memory, model)
     batches = training_batches(corpus(), model) if "dynamic" in asked else ()
     dynamic = Dynamic(lr=dynamic_lr, segment=dynamic_segment, batches=batches)
+    known: laws.Known = {}
     for each in asked:
         with busy(f"Checking that the mode {each} keeps the laws of adaptation"):
-            laws.check(model, each, evaluation.row_of(model, texts[0]), dynamic)
+            laws.check(model, each, evaluation.row_of(model, texts[0]), dynamic, known)
+    known.clear()
     scores = score_modes(
         asked,
         texts,
