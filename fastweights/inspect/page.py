@@ -26,7 +26,7 @@ def page(blocks: list[bytes], title: str) -> str:
     from plotly.offline import get_plotlyjs
 
     here = files("fastweights.inspect")
-    style, script, frame = ((here / name).read_text() for name in ("page.css", "page.js", "page.html"))
+    style, script, frame = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html"))
     encoded = lambda data: base64.b64encode(data).decode()  # noqa: E731
     data = [f'<script type="application/octet-stream" class="model">{encoded(b)}</script>' for b in blocks]
     plotly = encoded(gzip.compress(get_plotlyjs().encode(), 9, mtime=0))

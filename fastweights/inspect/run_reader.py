@@ -63,7 +63,7 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
         )
     text = read_file(model, file)
     check_text(file, text.data)
-    text = cut(text, model.tokenizer.lengths()[text.tokens], limit)
+    text = cut(text, text.widths(model.tokenizer.lengths()), limit)
     row = evaluation.row_of(model, text)
     T = row.shape[1] - 1
     size = LONG if T > LONG_TEXT else SEGMENT
@@ -90,7 +90,7 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, watc
         modes.append(Mode(*LEARNING, joined(fast)))
     points = _points(states, T)
     back = [RolledBack(at, _from_memory(model, row[:, at:], states[at])) for at in points]
-    return Reading(str(run), text, model.tokenizer.lengths()[text.tokens], modes, back, seen)
+    return Reading(str(run), text, text.widths(model.tokenizer.lengths()), modes, back, seen)
 
 
 def _repeated(rows: int, x: Tensor) -> Tensor:

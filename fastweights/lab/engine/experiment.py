@@ -81,7 +81,7 @@ def run_arm(name: str, arm: Arm, device: str, report: Report, *, record: bool = 
 def docstring(name: str) -> str:
     """What the experiment's file says about itself, without importing it; empty when there is no such file."""
     path = Path(__file__).parent.parent / "papers" / f"{name.replace('-', '_')}.py"
-    return (ast.get_docstring(ast.parse(path.read_text())) or "") if path.exists() else ""
+    return (ast.get_docstring(ast.parse(path.read_bytes())) or "") if path.exists() else ""
 
 
 def about(text: str, heading: str) -> str:

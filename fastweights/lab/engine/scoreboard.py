@@ -78,7 +78,9 @@ def _count_line(e: Entry) -> str:
 
 def _pages(folder: Path) -> list[str]:
     """The other pages of the folder by their titles: what was measured besides the papers' claims comes first."""
-    titles = {p.name: p.read_text().partition("\n")[0].lstrip("# ") for p in sorted(folder.glob("*.md"))}
+    titles = {
+        p.name: p.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for p in sorted(folder.glob("*.md"))
+    }
     titles.pop(PAGE, None)
     experiments = [f"{name}.md" for name in EXPERIMENTS if f"{name}.md" in titles]
     order = [*(name for name in titles if name not in experiments), *experiments]
