@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fastweights.models.evaluation import row_of
-from fastweights.models.run_documents import held_out
+from fastweights.models.run_documents import corpus_of, held_out
 from fastweights.models.run_folder import load
 from fastweights.torch import FWLBlock
 
@@ -105,7 +105,7 @@ def main():
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     model = load(given.run, device="cpu")
-    texts = held_out(given.run, model, 8192, given.bytes)
+    texts = held_out(corpus_of(given.run), model, 8192, given.bytes)
     rows = [row_of(model, text) for text in texts]
     read = [(features(model, row), row[:, 1:]) for row in rows]
     total = sum(len(text.data) for text in texts)

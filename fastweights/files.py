@@ -103,9 +103,9 @@ def _runs(process: int) -> bool:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a text file that is whole or absent."""
+    """Write a text file in UTF-8, whatever the language of the system; it is whole or absent."""
     with replacing(path) as temporary:
-        temporary.write_text(content)
+        temporary.write_text(content, encoding="utf-8")
 
 
 def write_json(path: Path, content: object) -> None:

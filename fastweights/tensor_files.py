@@ -55,7 +55,8 @@ def read_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise FastWeightError(f"{path} does not exist; expected a safetensors file")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise FastWeightError(f"{path} {what}; expected a safetensors file")
     try:
         with safe_open(path, "pt") as file:
             # copies: what is mapped would change with the file, and kill the process if it were cut

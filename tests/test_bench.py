@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fastweights.bench import agree, lengths, machine, memory, peers, report, timing
+from fastweights.bench import agree, host, lengths, machine, memory, peers, report, timing
 from fastweights.bench.case import INPUTS, Case, Contestant, our_method, parse_shape
 from fastweights.bench.timing import Timing, interleave
 from fastweights.files import write_json
@@ -363,3 +363,14 @@ def test_the_gpu_clock_measures_the_gpu():
     x = torch.randn(4096, 4096, device="cuda")
     timings = interleave({"one": lambda: x @ x, "four": lambda: x @ x @ x @ x @ x}, repeats=5, device="cuda")
     assert 2 < timings["four"].median / timings["one"].median < 6
+
+
+def test_noisy_times_are_marked_and_the_mark_is_explained():
+    out = io.StringIO()
+    steady, noisy = Timing.of([10.0, 10.1, 10.2]), Timing.of([10.0, 20.0, 90.0])
+    host.show([host.Result("layer", steady, noisy)], (1, 2, 3, 4), "cpu", torch.float32, Console(file=out, width=80))
+    assert "~20" in out.getvalue()
+    assert report.NOISY in out.getvalue()
+    quiet = io.StringIO()
+    host.show([host.Result("layer", steady, steady)], (1, 2, 3, 4), "cpu", torch.float32, Console(file=quiet, width=80))
+    assert "~" not in quiet.getvalue()

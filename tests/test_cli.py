@@ -1,11 +1,14 @@
 """The program: what it prints, how it fails, and how fast it starts."""
 
+import errno
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -136,6 +139,9 @@ def test_the_shell_completes_commands_and_options():
     assert complete("fastweights hf e") == ["eval", "export"]
     assert complete("fastweights read --dev") == ["--device"]
     assert complete("fastweights train --preset paper-s") == ["paper-small"]
+    assert complete("fastweights train --parallel f") == ["fsdp"]
+    assert complete("fastweights train --model trans") == ["transformer"]
+    assert complete("fastweights eval runs/first --mode st") == ["static"]
     assert complete("fastweights reproduce over") == ["overwrite"]
 
 
@@ -207,6 +213,35 @@ def test_bugs_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(cli, "app", app)
     with pytest.raises(json.JSONDecodeError):
         cli.main()
+
+
+def test_a_full_disk_behind_the_output_is_one_line(run, monkeypatch):
+    def app(**how):
+        raise OSError(errno.ENOSPC, "No space left on device")  # of a write to standard output, which has no name
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
+    code, _, err = run()
+    assert (code, err) == (2, "Error: cannot write the output: No space left on device\n")
+
+
+def test_a_file_called_torch_is_not_pytorch(run, monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("")
+    found = spec_from_file_location("torch", tmp_path / "torch.py")
+    monkeypatch.setattr(options, "find_spec", lambda name: found)
+    code, _, err = run("bench", "memory", "--smoke")
+    assert code == 2
+    assert f"bench memory needs PyTorch, but Python finds {tmp_path / 'torch.py'} under that name" in err
+
+
+def test_ctrl_c_waits_for_an_import_to_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt), options.interrupted_later():
+        signal.raise_signal(signal.SIGINT)
+        done.append("imported")
+    assert done == ["imported"]
+    with pytest.raises(KeyboardInterrupt):  # from here on as ever
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_our_errors_are_caught_wherever_they_are_raised(run, monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +222,27 @@ def test_vanished_data_does_not_stop_a_run(place, tmp_path):
     (place / "texts2" / "a.txt").write_bytes(content)
     with pytest.warns(FastWeightWarning, match="has changed since this run began"):  # its time of change has
         train(config, run, resume=True, cache=tmp_path / "cache")
+
+
+def test_text_that_changed_is_encoded_by_the_tokenizer_of_the_run(place, run, tmp_path):
+    """A tokenizer that was trained anew would give the weights tokens that mean something else."""
+    config, about = run_folder.read_config(run)
+    own = (run / "tokenizer.json").read_bytes()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(b"quite other words make quite other pairs of letters\n" * 20)
+    changed = replace(config, data=str(tmp_path / "texts"), steps=8)
+    run_folder.write_config(run, changed, about["vocab"], corpus="gone", tokenizer=about["tokenizer"])
+    with pytest.warns(FastWeightWarning, match="has changed since this run began: it goes on with other text"):
+        train(changed, run, resume=True, cache=tmp_path / "cache")
+    assert (run / "tokenizer.json").read_bytes() == own
+    model = run_folder.load(run)
+    with pytest.warns(FastWeightWarning, match="has changed"):
+        corpus = corpus_of(run, tmp_path / "cache")
+    assert corpus.tokenizer.name == model.tokenizer.name == about["tokenizer"]
+    tokenizer.Subwords.train(260, [b"xyz" * 9]).save(run)  # of another run
+    unlike = r"was encoded by bpe-.*; expected bpe-.*, whose tokens the weights of run"
+    with pytest.warns(FastWeightWarning, match="has changed"), pytest.raises(FastWeightError, match=unlike):
+        train(changed, run, resume=True, cache=tmp_path / "other")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])

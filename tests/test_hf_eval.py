@@ -274,3 +274,20 @@ def test_a_gguf_file(model, tokenizer, texts, tmp_path):
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(FastWeightError, match="expected one, or a single GGUF file in it"):
         load_model(tmp_path)
+
+
+def test_a_progress_bar_moves_within_a_text(model, tokenizer, texts):
+    how, long = Reading(window=24, stride=8), read_text(tokenizer, "long", texts[0].data * 3)
+    attach(model, 12, refresh=4)
+    for mode in ("static", "fast", "both", "dynamic"):
+        moves = []
+        score(model, tokenizer, [long, texts[1]], mode, how, advance=moves.append)
+        assert sum(moves) == len(long.data) + len(texts[1].data), mode
+        assert len(moves) > 2, mode
+
+
+def test_modes_are_checked_before_anything_is_scored(run, place, monkeypatch):
+    monkeypatch.setattr("fastweights.hf.scoring.score", None)
+    code, _, err = run("hf", "eval", "model", "long.txt", "--mode", "static", "--mode", "magic")
+    assert code == 2, err
+    assert "mode is 'magic'; expected one of 'static'" in err

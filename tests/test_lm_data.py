@@ -1,7 +1,11 @@
 """Corpora, tokenizers and batches: fixed splits, exact bytes, the same batch for the same step."""
 
 import itertools
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -11,6 +15,7 @@ from fastweights.core import FastWeightError
 from fastweights.text import corpus, corpus_files, tokenizer
 from fastweights.text import encoded_corpus as data
 from fastweights.text.encoded_corpus import prepare
+from fastweights.text.streams import Stream, sizes
 from fastweights.training.batches import Batches
 from fastweights.training.objective import to_batch
 
@@ -171,3 +176,135 @@ def test_hugging_face_datasets(monkeypatch):
     fake.load_dataset = lambda *name, split, streaming: [{"text": " ".join(name)}, {"text": ""}]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert [d.data for d in corpus.documents("hf:wikitext:raw")] == [b"wikitext raw"]
+
+
+def test_what_is_left_out_is_counted_and_kept(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name, content in dict(a=TEXT, b=TEXT, c=TEXT, d=b"", e=b" \n", f=TEXT.decode().encode("utf-16")).items():
+        (tmp_path / "texts" / name).write_bytes(content)
+    for _ in range(2):  # encoded, and opened again
+        found = prepare(str(tmp_path / "texts"), "bytes", tmp_path / "cache")
+        assert found.left_out == {"empty": 2, "binary": 1}
+        assert "left out: 2 empty files, 1 binary file" in str(found)
+    with pytest.raises(FastWeightError, match=r"neither empty nor binary .left out: 1 binary file; .* UTF-16 to UTF-8"):
+        prepare(str(tmp_path / "texts" / "f"), "bytes", tmp_path / "cache")
+
+
+def test_what_cannot_be_read_is_said(files, monkeypatch):
+    """A file or folder without permission must not be missing from a corpus without a word."""
+    real = Path.read_bytes
+
+    def forbidden(self):
+        if self.name == "3.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", forbidden)
+        with pytest.raises(
+            FastWeightError, match=r"cannot read .*3.txt: Permission denied; expected files and folders"
+        ):
+            list(corpus.documents(str(files)))
+    (files / "within").mkdir()
+    scan = os.scandir
+
+    def closed(path):
+        if str(path).endswith("within"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(FastWeightError, match=r"cannot read .*within: Permission denied; expected files and folders"):
+        list(corpus.documents(str(files)))
+
+
+def test_folders_within_are_read_and_hidden_ones_are_not(files, tmp_path):
+    for name in ("b/c.txt", ".git/d.txt", "b/.e.txt", "f.txt"):
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).write_bytes(TEXT)
+    (files / "link").symlink_to(files / "b")
+    names = [path.relative_to(files).as_posix() for path in corpus.files(str(files))[1]]
+    assert names == sorted([*(f"{i}.txt" for i in range(30)), "b/c.txt", "f.txt"], key=lambda name: Path(name).parts)
+
+
+def test_a_cache_folder_that_cannot_be_written_says_where_else(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    (tmp_path / "a file").write_bytes(b"")
+    with pytest.raises(FastWeightError, match=r"cannot write .*; nothing was kept. Encoded text is kept there unless"):
+        prepare(str(files), "bytes")
+
+
+def test_files_are_utf8_whatever_the_language_of_the_system(tmp_path):
+    """A tokenizer's file has characters beyond ASCII, as on a server without a locale, or on Windows."""
+    lines = ["from pathlib import Path", "from fastweights.files import write_text"]
+    code = "\n".join([*lines, f"write_text(Path({str(tmp_path)!r}, 'x'), '\\u00e9')"])
+    plain = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    subprocess.run([sys.executable, "-c", code], env=plain, check=True)
+    assert (tmp_path / "x").read_bytes() == "\u00e9".encode()
+
+
+def test_text_without_blanks_is_cut_into_words():
+    """Training a tokenizer takes the square of the longest word: a megabyte of letters would take an hour."""
+    made = tokenizer.Subwords.train(260, [b"ACGT" * 50])
+    split = made.tokenizer.pre_tokenizer.pre_tokenize_str
+    for text in ("ACGT" * 500, "=" * 3000, " " * 3000, "\n" + " " * 3000, "x " + " " * 600 + "x"):
+        assert max(stop - start for _, (start, stop) in split(text)) <= 257
+        assert made.decode(made.encode(text.encode())) == text.encode()
+
+
+PLAIN = "Hello World, naïve café 日本語 😀 ok\n\n  two  spaces"
+
+
+def pretrained(kind):
+    """A tokenizer as a user may bring one: byte-level (GPT-2), with marked blanks (Llama), with marked ends (BERT)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if kind == "gpt2":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        how = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"])
+    elif kind == "llama":
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(undo)
+        pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+        how = trainers.BpeTrainer(vocab_size=320, special_tokens=pieces, show_progress=False)
+    else:
+        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        how = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]"], show_progress=False)
+    made.train_from_iterator(["Hello World, two spaces and more words."] * 20, how)
+    if kind == "llama":  # its bytes are pieces like others
+        made = Tokenizer.from_str(json.dumps(json.loads(made.to_str()) | dict(added_tokens=[])))
+    return tokenizer.Subwords(made)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_text_comes_token_by_token_as_it_is_decoded_at_once(kind):
+    """Alone, a token of some tokenizers loses the blank before it, or is marked as the end of a word."""
+    made = pretrained(kind)
+    plain = PLAIN if kind != "bert" else "Hello World, two spaces"
+    tokens = made.encode(plain.encode()).tolist()
+    whole = made.decode(tokens)
+    if kind != "bert":
+        assert whole == plain.encode()
+    assert b"".join(made.decode([t]) for t in tokens) == whole or not made.exact
+    for cut in range(len(tokens)):  # after a prompt, which ends with a whole character
+        if not made.decode(tokens[:cut]).endswith("\ufffd".encode()):
+            stream = Stream(made, tokens[:cut])
+            found = b"".join([*(stream.add(t) for t in tokens[cut:]), stream.rest()])
+            assert made.decode(tokens[:cut]) + found == whole
+    widths = made.lengths()[tokens] if made.exact else sizes(made, tokens)
+    assert widths.sum() == len(whole)
+    assert (made.lengths()[tokens].sum() == len(whole)) == made.exact  # what it was taken for before
+
+
+def test_a_stream_does_not_wait_for_ever():
+    """Bytes that are no character are given as such after a few tokens."""
+    made = pretrained("llama")
+    stream, number = Stream(made), made.tokenizer.token_to_id("<0xE6>")
+    given = [stream.add(number) for _ in range(40)]
+    assert sum(map(bool, given)) >= 4
+    assert len(stream.tokens) < 20

@@ -169,3 +169,35 @@ def test_a_mode_that_does_not_exist(texts):
     model = LanguageModel(Config(dim=16, heads=2, depth=1, head="linear"), 257)
     with pytest.raises(FastWeightError, match="mode is 'fast'; expected one of 'static', 'memory', 'cache', 'dynamic'"):
         evaluation.score(model, texts, "fast")
+
+
+@pytest.mark.parametrize("mode", ["static", "memory", "cache", "dynamic"])
+def test_a_progress_bar_moves_within_a_document(model, texts, mode):
+    """It comes to the bytes of all texts, in more steps than there are texts: one text can take minutes."""
+    long = Text("long", texts[0].data * 8, np.tile(texts[0].tokens, 8))
+    assert len(long.tokens) > 2 * evaluation.SEGMENT
+    moves = []
+    evaluation.score(model, [long, texts[1]], mode, advance=moves.append)
+    assert sum(moves) == len(long.data) + len(texts[1].data)
+    assert len(moves) > 3
+
+
+def test_the_picture_does_not_say_that_named_files_were_held_out(model, texts, tmp_path, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes")
+    titles = []
+    monkeypatch.setattr(axes.Axes, "set_title", lambda self, title, **how: titles.append(title))
+    report.plot([evaluation.score(model, texts, "memory")], texts, Bytes().lengths(), tmp_path / "x.png")
+    assert titles == [f"2 documents, {sum(len(t.data) for t in texts):,} bytes"]
+
+
+def test_noise_is_the_same_however_much_of_it_is_drawn(model):
+    """A long text does not take all its random numbers at once, and begins as a short one does."""
+    memory = model.read("the ")
+    from fastweights.lm import generation
+
+    few, many = (list(generation._noise(n, 3, "cpu")) for n in (5, generation.DRAWS + 5))
+    want = torch.rand(generation.DRAWS + 5, 1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(torch.stack(many), want)
+    assert torch.equal(torch.stack(few), want[:5])
+    written = generate(model, memory, 10**15, Sampling(seed=3))
+    assert [next(written) for _ in range(3)] == list(generate(model, memory, 3, Sampling(seed=3)))

@@ -27,6 +27,19 @@ def test_every_mode_keeps_the_laws(refresh, within):
         laws.check(made, mode, ROW)
 
 
+def test_modes_that_read_alike_are_read_once(monkeypatch):
+    """What static windows, carried memory and a cache are checked on is one reading, kept from mode to mode."""
+    made, known, read = model(), {}, []
+    real = made.score
+    monkeypatch.setattr(made, "score", lambda *given, **how: read.append(how["learn"]) or real(*given, **how))
+    for mode in ("static", "memory", "cache"):
+        laws.check(made, mode, ROW, known=known)
+    assert read == [False] * 4  # a row, the same again, with other tokens at its end, and with every label
+    laws.check(made, "fast", ROW, known=known)
+    laws.check(made, "both", ROW, known=known)
+    assert read == [False] * 4 + [True] * 4
+
+
 def test_a_large_vocabulary_is_tried_in_part():
     laws.check(model(vocab=900), "fast", ROW)
 
@@ -35,8 +48,8 @@ def cheat(monkeypatch, change):
     """Scores as `change(rows, losses)` makes them of the honest ones."""
     honest = laws._scorer
 
-    def scorer(made, mode, dynamic):
-        losses = honest(made, mode, dynamic)
+    def scorer(made, mode, dynamic, known):
+        losses = honest(made, mode, dynamic, known)
         return lambda rows: change(rows, losses(rows), losses)
 
     monkeypatch.setattr(laws, "_scorer", scorer)

@@ -213,3 +213,60 @@ def test_config_says_what_is_wrong():
         Config(dim=100)
     with pytest.raises(FastWeightError, match="preset is 'huge'"):
         Config.of("huge")
+
+
+def test_text_is_bytes_characters_or_tokens():
+    model = tiny()
+    want = model.read(b"abc")
+    for text in ("abc", bytearray(b"abc"), [97, 98, 99], torch.tensor([97, 98, 99]), np.array([97, 98, 99], np.uint8)):
+        assert model.read(text).count == want.count == 4
+    for text, message in [
+        (np.array([1.5]), "text is of float64 and shape"), (np.array([[1]]), r"of int64 and shape \(1, 1\)"),
+        (None, "text is of object"), (np.array([257]), "whole numbers from 0 to 256"), ([-1], "text is .-1."),
+        ("\udcff", "text has '.udcff'; expected characters, or bytes"),
+    ]:  # fmt: skip
+        with pytest.raises(FastWeightError, match=message):
+            model.read(text)
+    with pytest.raises(FastWeightError, match=r"memory is a NoneType; expected a Memory, as model.read returns it"):
+        next(generate(model, None, 3))
+    with pytest.raises(FastWeightError, match="tokens is -1; expected the number of tokens"):
+        next(generate(model, want, -1))
+
+
+def test_reading_says_how_far_it_came(model, rng):
+    moves = []
+    model.read(tokens(rng, 50), segment=20, advance=moves.append)
+    assert sum(moves) == 50
+    assert len(moves) >= 3
+
+
+def test_a_folder_in_the_place_of_a_memory_is_said(tmp_path):
+    with pytest.raises(FastWeightError, match="is a folder; expected a safetensors file"):
+        Memory.load(tmp_path, tiny())
+
+
+def test_a_misspelt_field_is_said_with_the_one_that_was_meant():
+    with pytest.raises(
+        FastWeightError, match="Config has no field stepz; expected a field that there is, such as steps"
+    ):
+        Config.of("laptop", stepz=3)
+
+
+@pytest.mark.parametrize("length", [12, 11])  # a whole chunk waits to be learned, or a part of one
+@pytest.mark.parametrize("refresh, within", [(0, "held"), (3, "held"), (3, "cumulative")])
+def test_without_learning_a_layer_still_answers_by_what_it_has_learned(refresh, within, length):
+    """`generate --no-learn` after a document: what the layer learned from the document is not forgotten."""
+    model = tiny(head="fwl", refresh=refresh, within=within)
+    with torch.no_grad():
+        model.fast.steps.fill_(1.0)
+    memory = model.read(b"abababababab"[:length])
+    last = torch.tensor([[memory.last]])
+    logits, state = model.step(last[0], memory.state, learn=False)
+    for label in (97, 98, 200):  # a label is scored before it is learned
+        wanted = model.score(last, torch.tensor([[label]]), memory.state).loss[0, 0]
+        torch.testing.assert_close(torch.logsumexp(logits[0], 0) - logits[0, label], wanted)
+    x, _ = model(last, memory.state)
+    assert (logits - model.fast.slow_logits(x)[:, 0]).abs().max() > 0.05
+    again, after = model.step(last[0], state._replace(blocks=memory.state.blocks), learn=False)
+    torch.testing.assert_close(again, logits)
+    assert all(torch.equal(a, b) for a, b in zip(after.fast, state.fast, strict=True))

@@ -1,5 +1,6 @@
 """Training: it learns, it goes on exactly where it stopped, and its files are whole or absent."""
 
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from two_processes import in_two_processes, same_worker
 
 from fastweights import tensor_files
@@ -16,7 +18,7 @@ from fastweights.lm.training import train
 from fastweights.models import run_folder
 from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel
-from fastweights.training import checkpoints, optimizer, trainer
+from fastweights.training import checkpoints, log, optimizer, trainer
 from fastweights.training.optimizer import share_of_rate
 from fastweights.training.parallel import Ranks
 
@@ -284,3 +286,24 @@ def test_processes_must_be_asked_for(go, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(FastWeightError, match="torchrun started 2 processes; expected --parallel"):
         go("run")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_progress_bar_shows_steps_and_times_on_a_narrow_terminal(width, tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    lines = log.Log(tmp_path, "metrics.jsonl", 0, 20_000, 1.0, console)
+    speed = dict(tokens_per_second=236_252.0, share_of_peak=0.3)
+    lines.step(1300, 0.065, 1.25, speed)
+    lines.began = (time.perf_counter() - 60, 0.0)  # a minute for 0.5 of the run: as much is left
+    lines.step(10_000, 0.5, 1.25, speed)
+    console.print(lines.progress.get_renderable())
+    (line,) = out.getvalue().splitlines()
+    assert "10000/20000" in line
+    assert line.rstrip().endswith("0:01:00 left")
+    assert ("1.803 bits/byte  236,252 tokens/s" in line) == (width >= 80)
+
+
+def test_a_run_takes_a_config(tmp_path):
+    with pytest.raises(FastWeightError, match="config is a dict; expected a Config, such as"):
+        train(dict(dim=16), tmp_path / "run")

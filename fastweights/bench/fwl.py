@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastweights.bench import fwl_frameworks
 from fastweights.bench.agree import Disagreement, deviation
-from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.report import explain_noise, milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave
 from fastweights.torch import FWLBlock, cross_entropy
 
@@ -238,6 +238,7 @@ def show_frameworks(found: Sequence[dict[str, Any]], device: str, console: Conso
         cells = [milliseconds(t) for t in r["timings"].values()]
         table.add_row(",".join(map(str, r["shape"])), kind, *cells, f"{r['error']:.0e}")
     console.print(table)
+    explain_noise((t for r in found for t in r["timings"].values()), console)
 
 
 def payload_frameworks(found: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
@@ -283,6 +284,7 @@ def show(results: Sequence[Result], device: str, console: Console) -> None:
             row += [f"{r.peak['fast weight layer'] / 2**30:.2f} GiB", published]
         table.add_row(*row)
     console.print(table)
+    explain_noise((t for r in results for t in r.timings.values()), console)
 
 
 def payload(results: Sequence[Result]) -> list[dict[str, object]]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fastweights.bench.agree import Disagreement, deviation
 from fastweights.bench.case import Case
 from fastweights.bench.peers import PEERS
-from fastweights.bench.report import new_table
-from fastweights.bench.timing import Advance
+from fastweights.bench.report import explain_noise, new_table
+from fastweights.bench.timing import Advance, Timing
 from fastweights.models.blocks import Block
 from fastweights.models.config import Config
 from fastweights.torch import FastWeightAttention, fast_weight
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @dataclass
 class Result:
-    """Microseconds per call, the median of the samples.
+    """Microseconds per call.
 
     Attributes:
         name: what was called.
@@ -40,8 +40,8 @@ class Result:
     """
 
     name: str
-    forward: float
-    both: float
+    forward: Timing
+    both: Timing
 
 
 def _operations(shape: Sequence[int], device: str, dtype: torch.dtype, peers: bool) -> Calls:
@@ -175,7 +175,7 @@ def _in_turns(calls: Calls, device: str, repeats: int, advance: Advance) -> list
                 samples[name][0].append(forward_time)
                 samples[name][1].append(both_time)
             advance(name, 1)
-    return [Result(name, _median(forward), _median(both)) for name, (forward, both) in samples.items()]
+    return [Result(name, Timing.of(forward), Timing.of(both)) for name, (forward, both) in samples.items()]
 
 
 def _captured(call: Callable[[], Tensor], leaves: list[Tensor]) -> Callable[[], Tensor]:
@@ -194,11 +194,6 @@ def _row(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
     elapsed = time.perf_counter() - start
     wait()
     return 1e6 * elapsed / CALLS
-
-
-def _median(samples: Sequence[float]) -> float:
-    """The middle one of the samples."""
-    return sorted(samples)[len(samples) // 2]
 
 
 def _modes(device: str) -> tuple[str | None, ...]:
@@ -221,8 +216,10 @@ def show(results: Sequence[Result], shape: Sequence[int], device: str, dtype: to
     for heading in ("", "forward", "forward+backward"):
         table.add_column(heading, justify="right" if heading else "left")
     for result in results:
-        table.add_row(result.name, f"{result.forward:.0f}", f"{result.both:.0f}")
+        cells = [f"{'~' if t.noisy else ''}{t.median:.0f}" for t in (result.forward, result.both)]
+        table.add_row(result.name, *cells)
     console.print(table)
+    explain_noise((t for r in results for t in (r.forward, r.both)), console)
 
 
 def payload(results: Sequence[Result], shape: Sequence[int], dtype: torch.dtype) -> dict[str, object]:
@@ -230,5 +227,5 @@ def payload(results: Sequence[Result], shape: Sequence[int], dtype: torch.dtype)
     return {
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
-        "microseconds": {r.name: {"forward": r.forward, "forward_backward": r.both} for r in results},
+        "microseconds": {r.name: {"forward": r.forward.median, "forward_backward": r.both.median} for r in results},
     }

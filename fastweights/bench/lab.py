@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fastweights.bench.agree import Disagreement, deviation
-from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.report import explain_noise, milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave
 from fastweights.lab.tasks.key_value_pairs import Task
 from fastweights.lab.tasks.key_value_retrieval import EPS, D, Model
@@ -148,6 +148,7 @@ def show(result: Result, console: Console) -> None:
         ratio = result.timings["published algorithm"].median / timing.median
         table.add_row(name, milliseconds(timing), f"{1e3 / timing.median:.2f}", f"{ratio:.1f}")
     console.print(table)
+    explain_noise(result.timings.values(), console)
     console.print(f"loss and gradients agree to {result.error:.0e}", style="dim", highlight=False)
 
 

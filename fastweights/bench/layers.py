@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.attention.presets import PRESETS
 from fastweights.bench.agree import Disagreement, deviation
-from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.report import explain_noise, milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Advance, Timing, interleave
 from fastweights.torch import FastWeightAttention, fast_weight
 
@@ -136,6 +136,7 @@ def show(results: Sequence[Result], console: Console, *, batch: int, tokens: int
         cells = [milliseconds(r.timings[part]) for part in ("layer", "projections", "memory")]
         table.add_row(r.name, *cells, f"{noisy}{r.ratio:.2f}", f"{r.error:.0e}")
     console.print(table)
+    explain_noise((t for r in results for t in r.timings.values()), console)
 
 
 def payload(results: Sequence[Result], sizes: dict[str, int]) -> list[dict[str, object]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastweights.bench.agree import Disagreement
 from fastweights.bench.qwen import their_model, their_rule
-from fastweights.bench.report import milliseconds, new_table, timing_dict
+from fastweights.bench.report import explain_noise, milliseconds, new_table, timing_dict
 from fastweights.bench.timing import Call, Timing, interleave
 from fastweights.files import replacing
 from fastweights.models.config import Config
@@ -193,6 +193,7 @@ def show(trainings: list[Training], readings: list[Reading], console: Console) -
             times = f"{timing.median / t.timings[OURS].median:.2f}"
             table.add_row(f"{t.model}, {name}", f"{t.parameters:,}", milliseconds(timing), times)
     console.print(table)
+    explain_noise((timing for t in trainings for timing in t.timings.values()), console)
     # Then the readings: one column per model, one row per length, and how time grew with length.
     table = new_table("reading a document with carried memory, milliseconds (KiB carried)")
     table.add_column("tokens", justify="right")
@@ -204,6 +205,7 @@ def show(trainings: list[Training], readings: list[Reading], console: Console) -
     lengths = list(readings[0].timings)
     table.add_row(f"x{max(lengths) // min(lengths)} tokens", *[f"x{r.ratio:.1f} time" for r in readings])
     console.print(table)
+    explain_noise((timing for r in readings for timing in r.timings.values()), console)
 
 
 def payload(trainings: list[Training], readings: list[Reading]) -> dict[str, Any]:

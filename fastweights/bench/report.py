@@ -1,7 +1,7 @@
 """How benchmarks are shown and kept: a progress bar, tables, and one JSON file per machine and commit."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,12 +42,13 @@ def progress(steps: float) -> Iterator[Advance]:
         yield advance
 
 
-NOTES = """\
+NOISY = "~        noisy: a quarter of the samples lie over 15% from the median"
+NOTES = f"""\
 x peer   how many times as fast as the fastest peer
 MiB      peak memory of forward+backward above the inputs
 error    largest deviation of outputs, states and gradients from float64,
          over the largest number; "other": not the same function
-~        noisy: a quarter of the samples lie over 15% from the median"""
+{NOISY}"""
 
 
 def show(results: Sequence[Result], console: Console) -> None:
@@ -131,6 +132,12 @@ def milliseconds(timing: Timing) -> str:
     return f"{'~' if timing.noisy else ''}{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
+def explain_noise(timings: Iterable[Timing], console: Console) -> None:
+    """Say what the mark of `milliseconds` means where one of these has it."""
+    if any(timing.noisy for timing in timings):
+        console.print(NOISY, highlight=False, soft_wrap=True)
+
+
 def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
     """One table per rule and method: time, and how it grew, for every length.
 
@@ -145,6 +152,7 @@ def show_lengths(scalings: Sequence[Scaling], console: Console) -> None:
         for T, timing, ratio, extra in zip(s.lengths, s.timings, ratios, s.peak_bytes, strict=True):
             table.add_row(str(T), milliseconds(timing), ratio, f"{extra / 2**20:.1f}", f"{extra / 2**10 / T:.2f}")
         console.print(table)
+    explain_noise((timing for s in scalings for timing in s.timings), console)
 
 
 def default_path(device: str, kind: str = "") -> Path:

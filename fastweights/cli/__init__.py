@@ -4,6 +4,8 @@ A command is a function: its arguments are the flags, its docstring is the help.
 functions, so that `fastweights --help` answers at once.
 """
 
+import errno
+import io
 import sys
 import warnings
 from collections.abc import Callable
@@ -79,6 +81,9 @@ What to do next:
 `fastweights --install-completion` lets the Tab key complete them."""
 
 
+FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))  # errors of a disk that has no room
+
+
 def main() -> None:
     """Run the program. Mistakes in what was asked for are one red line and exit code 2; bugs keep their traceback.
 
@@ -86,6 +91,9 @@ def main() -> None:
     (`reproduce`), 2 where what was asked for cannot be.
     """
     warnings.showwarning = _warn  # type: ignore[assignment]
+    for stream in (sys.stdout, sys.stderr):  # models write any character, and terminals and files know some alone
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     # What this library raises is for the user to read. Any other error is a bug, whose traceback is worth more.
     try:
         app(prog_name="fastweights")
@@ -93,6 +101,11 @@ def main() -> None:
         if not _ours(error):
             raise
         _fail(str(error), 2)
+    except OSError as error:  # files that cannot be read or written are said where they are opened
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        sys.stdout = io.StringIO()  # or what is left to write fails once more at the end
+        _fail(f"cannot write the output: {error.strerror}", 2)
 
 
 def _ours(error: ValueError) -> bool:

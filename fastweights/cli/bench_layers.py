@@ -1,5 +1,6 @@
 """`fastweights bench layers`, `host`, `fwl` and `lab`: what layers cost, on a device and on its host."""
 
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -126,6 +127,7 @@ def fwl(
 
     For example: `fastweights bench fwl --device cuda`
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or TensorFlow tells what it found, a line each
     path = start("bench fwl", device, "fwl", smoke, json)
     from fastweights.bench import fwl as bench_fwl
     from fastweights.bench import report

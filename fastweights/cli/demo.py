@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from fastweights.cli import evaluate, generate
-from fastweights.cli.options import need, say, wait_without_spinning
+from fastweights.cli.options import prepare_torch, say, typed
+from fastweights.core import FastWeightError
 
 PROMPT = "class Queue:\n    def __init__(self"
 # what each mode of `eval` did, as the end of "..., "
@@ -49,8 +50,10 @@ def demo(
 
     For example: `fastweights demo runs/short --minutes 1`
     """
-    need("demo", "lm", "torch")
-    wait_without_spinning()
+    if (run / "config.json").exists():
+        other = typed("fastweights", "demo", f"{run}-2")
+        raise FastWeightError(f"run {run} exists; expected a new folder, as in: {other}")
+    prepare_torch("demo")
     from rich.console import Console
 
     from fastweights.lm import training
@@ -61,13 +64,13 @@ def demo(
     config = training.configured("laptop", changes)
     training.train(config, run, console=Console())
     say("\n2 of 3. Reading files that it has not seen, with and without memory.", style="bold")
-    evaluate.evaluate(run, min_bytes=min(8192, limit), limit=limit)
+    evaluate.evaluate(run, limit=limit)
     say("\n3 of 3. Writing, token by token.", style="bold")
     # The layer that learned while it read would also learn its own mistakes: writing, it soon repeats itself.
     how: dict[str, Any] = dict(temperature=0.7, min_p=0.1, learn=False)
     generate.generate(run, prompt=prompt, tokens=tokens, whole=generate.Whole.blocks, **how)
     say("\nWhat you have just seen", style="bold")
-    say(in_words(json.loads((run / "eval.json").read_text()), run))
+    say(in_words(json.loads((run / "eval.json").read_bytes()), run))
 
 
 def in_words(numbers: dict[str, Any], run: Path) -> str:
@@ -83,8 +86,8 @@ def in_words(numbers: dict[str, Any], run: Path) -> str:
     others = " and ".join(f"{value:.2f} for {name.partition(' ')[0]}" for name, value in numbers["compressors"].items())
     carried = rows["memory"]["state_bytes"] / 1024
     commands = {
-        f'fastweights generate {run} --prompt "def "': "go on writing",
-        f"fastweights read {run} FILE -o file.memory": "read a file into a memory, to start from",
+        typed("fastweights", "generate", run) + ' --prompt "def "': "go on writing",
+        typed("fastweights", "read", run) + " FILE -o file.memory": "read a file into a memory, to start from",
         "fastweights train runs/mine --data FOLDER": "train on your own text",
     }
     return "\n".join(

@@ -1,5 +1,6 @@
 """`fastweights generate` and `fastweights read`: text from a memory, and a memory from a text. Light to import."""
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.options import Device, FromMemory, On, Run, prepare_torch, say
+from fastweights.cli.options import Device, FromMemory, On, Run, prepare_torch, reading, say, typed
 
 
 class Whole(StrEnum):
@@ -40,7 +41,10 @@ def generate(
         float, typer.Option(help="Probability that a token needs, as a share of the likeliest one's; 0 for any.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice: the same seed writes the same text.")] = 0,
-    learn: Annotated[bool, typer.Option(help="Let a Fast Weight Layer learn from the text it writes.")] = True,
+    learn: Annotated[
+        bool,
+        typer.Option(help="Let a Fast Weight Layer learn from the text it writes, not from prompt and memory alone."),
+    ] = True,
     cache: Annotated[bool, typer.Option("--cache", help="Mix in a neural cache of the prompt and the output.")] = False,
     device: On = Device.auto,
 ) -> None:
@@ -63,15 +67,17 @@ def generate(
     model = load(run, device=device)
     before = None if memory is None else Memory.load(memory, model)
     mixed: dict[str, Any] = dict(cache=NeuralCache()) if cache else {}
-    if cache and prompt:
-        mixed["cached"] = generation.read_into(mixed["cache"], model, prompt, before, learn=learn)
+    given = os.fsencode(prompt)  # the bytes that were typed, also where they are no text
+    if cache and given:
+        mixed["cached"] = generation.read_into(mixed["cache"], model, given, before)
     # The prompt is read into the memory in one go; from there on each token takes one step.
-    if prompt or before is None:
-        before = model.read(prompt, before)
-    sys.stdout.write(prompt)
-    end = prompt
+    if given or before is None:
+        before = model.read(given, before)
+    last = model.tokenizer.encode(given).tolist() if given else [before.last]
+    end = given.decode(errors="replace")
+    sys.stdout.write(end)
     written = generation.generate(model, before, tokens, how, learn=learn, **mixed)
-    pieces = generation.text_of(model, written, until)
+    pieces = generation.text_of(model, written, until, last)
     for piece in pieces if whole is None else generation.parts_of(pieces, ENDS[whole]):
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -105,9 +111,12 @@ def read(
     out = out or file.with_name(file.name + ".memory")
     model = load(run, device=device)
     before = None if memory is None else Memory.load(memory, model)
-    found = model.read(read_file(model, file).tokens, before)
+    tokens = read_file(model, file).tokens
+    with reading(file.name, len(tokens)) as advance:
+        found = model.read(tokens, before, advance=advance)
     found.save(out)
+    earlier = "" if before is None else f", after {before.count - 1:,} before"  # a count has the start of the document
     say(
-        f"{file}: {found.count:,} tokens in {found.bytes / 1024:,.0f} KiB of memory. "
-        f"Go on with: fastweights generate {run} --memory {out}"
+        f"{file}: {len(tokens):,} tokens{earlier}, in {found.bytes / 1024:,.0f} KiB of memory. "
+        f"Go on with: {typed('fastweights', 'generate', run, '--memory', out)}"
     )

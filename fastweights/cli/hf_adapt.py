@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fastweights.cli.huggingface import Model, Window
-from fastweights.cli.options import Device, On, need, say
+from fastweights.cli.options import Device, On, need, say, typed
 from fastweights.core import FastWeightError
 
 
@@ -114,7 +114,7 @@ def adapt(
                 about["history"].append(dict(step=trainer.at, loss=float(loss), without=float(without)))
                 head_checkpoints.save(trainer, out, about)
                 console.print(f"step {trainer.at:>6}   {text}", highlight=False)
-    say(f"Next: fastweights hf eval {model} FILES --head {out} --window {how.window}")
+    say(f"Next: {typed('fastweights', 'hf', 'eval', model)} FILES {typed('--head', out)} --window {how.window}")
 
 
 def _refuse_changes(ctx: typer.Context, free: set[str]) -> None:

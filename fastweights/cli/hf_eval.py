@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fastweights.cli.huggingface import Model, Window
-from fastweights.cli.options import Device, On, need
+from fastweights.cli.options import Device, On, busy, need
 from fastweights.core import FastWeightError
 
 LR = {"sgd": 3e-2, "rms": 1e-5}  # learning rates of dynamic evaluation, without and with statistics
@@ -132,6 +132,9 @@ def evaluate(
         attach(found, where=where_of(found, where), every=every)
     # An untrained head that learns nothing is the model itself, so "still" is of use with --head alone.
     asked = [m for m in scoring.modes(found) if m != "dynamic+cache" and (m != "still" or head is not None)]
+    for each in mode or ():  # before anything is scored, which takes minutes
+        scoring.check_mode(found, each)
+    asked = list(dict.fromkeys(mode or asked))
     peaks: list[int | None] = []
 
     def score(mode: str, advance: Any) -> Score:
@@ -143,8 +146,9 @@ def evaluate(
         return scored
 
     # All modes read the same texts; the model's weights are put back between them.
-    scores = score_modes(mode or asked, texts, score)
-    numbers = summary(texts, scores, None)
+    scores = score_modes(asked, texts, score)
+    with busy("Comparing with gzip and xz"):
+        numbers = summary(texts, scores, None)
     for row, peak in zip(numbers["modes"], peaks, strict=True):
         row["peak_gpu_bytes"] = peak
     settings = dict(window=window, stride=stride, lr=lr, parameters=list(names), head=head and str(head))

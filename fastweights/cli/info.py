@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from fastweights.cli.options import need
+
 
 def info(
     json: Annotated[bool, typer.Option("--json", help="Print the same facts as JSON.")] = False,
@@ -37,6 +39,7 @@ def info(
         "speed": {},
     }
     if find_spec("torch"):
+        need("info", "torch", "torch")
         choices = _choices()
         found["gpu"] = machine.gpus()
         found["auto"] = {call: method for call, (method, _) in choices.items()}

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.options import Device, On, need, say, wait_without_spinning
+from fastweights.cli.options import Device, On, busy, need, say, wait_without_spinning
 from fastweights.core import FastWeightError
 
 BUDGET = 4_600_000  # bytes for the sources of all tokens, before they are compressed
@@ -54,10 +54,11 @@ def inspect(
     for model in models:
         tracker = SourceTracker(window, BUDGET // len(models))
         how: dict[str, Any] = dict(every=every, limit=limit, device=device, observer=tracker)
-        if hf:
-            reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
-        else:
-            reading = run_reader.read_run(model, file, **how)
+        with busy(f"Reading {file} with {model}, from several places"):
+            if hf:
+                reading = hf_reader.read_hf(model, file, head=head, window=window, **how)
+            else:
+                reading = run_reader.read_run(model, file, **how)
         blocks.append(page_data.model_block(reading, tracker.result()))
         kept = len(reading.text.tokens)
         count = len(reading.probe.memories)

@@ -51,7 +51,9 @@ def report_scores(
         json, plot: files to write; without matplotlib there is no picture.
         memories: curves of the memories for the picture.
     """
-    report.show(numbers, Console())
-    write_json(json, numbers)
+    try:
+        report.show(numbers, Console())
+    finally:  # also where whoever reads the output has gone: scoring takes minutes
+        write_json(json, numbers)
     drawn = report.plot(scores, texts, lengths, plot, memories)
     say(f"Written to {json}" + (f" and {plot}" if drawn else " (no picture: matplotlib is not installed)"))

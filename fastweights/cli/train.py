@@ -1,14 +1,15 @@
 """`fastweights train`: an option for every field of the training configuration. Light to import."""
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastweights.cli.options import prepare_torch, say
+from fastweights.cli.options import prepare_torch, say, typed
 from fastweights.core import FastWeightError
-from fastweights.models.config import PRESETS, Config
+from fastweights.models.config import CHOICES, FAST_FIELDS, MIXERS, OTHERS, PRESETS, Config
 
 FIELDS = {f.name: f for f in fields(Config)}
 # headings over the options of train
@@ -23,7 +24,33 @@ def _field(name: str, heading: str) -> Any:
     field = FIELDS[name]
     default = "" if field.default in ("", 0, 0.0, False, None) else f" [default: {field.default}]"
     flag = field.metadata["flag"] or "--" + name.replace("_", "-")
-    return typer.Option(flag, help=field.metadata["help"] + default, show_default=False, rich_help_panel=heading)
+    words = list(OTHERS + MIXERS if name == "model" else CHOICES.get(name, ()))
+    help = field.metadata["help"] + default
+    complete = (lambda: words) if words else None  # what the Tab key offers
+    return typer.Option(flag, help=help, show_default=False, rich_help_panel=heading, autocompletion=complete)
+
+
+def _check_used(config: Config, changes: dict[str, Any]) -> None:
+    """Raise where an option was given that this model has no use for.
+
+    Args:
+        config: what will be trained.
+        changes: options that were given.
+    """
+    layer = "a Fast Weight Layer (--head fwl)"
+    idle = (
+        {"window": "softmax attention among the blocks"} if not {"softmax", "transformer"} & set(config.mixers) else {}
+    )
+    if config.head != "fwl":
+        idle |= dict.fromkeys(("fast_hidden", *FAST_FIELDS), layer)
+    elif not config.refresh:
+        idle |= dict.fromkeys(
+            ("train_refresh", "within", "fast_step", "step_lr"), "a layer that is refreshed (--refresh)"
+        )
+    for name in idle.keys() & changes.keys():
+        raise FastWeightError(
+            f"--{name.replace('_', '-')} is {changes[name]}; expected it with {idle[name]} alone: this model has none"
+        )
 
 
 def train(
@@ -97,13 +124,21 @@ def train(
 
     # An option that was not given is None: presets decide those, and a resumed run its own configuration.
     changes = {name: ctx.params[name] for name in FIELDS if ctx.params[name] is not None}
-    if resume and changes:
-        raise FastWeightError(f"--resume with {', '.join(changes)}; expected no changes: a run goes on as it began")
+    source = ctx.get_parameter_source("preset")
+    chosen = source is not None and source.name != "DEFAULT"
+    if resume and (changes or chosen):
+        given = ", ".join([*changes, *["preset"] * chosen])
+        raise FastWeightError(f"--resume with {given}; expected no changes: a run goes on as it began")
+    if chosen and "start" in changes:
+        raise FastWeightError("--from with --preset; expected one of them: all but the layer is as in the run it names")
     if "layers" in changes and {"model", "depth"} & set(changes):
         raise FastWeightError("--layers with --model or --depth; expected one way to say which blocks there are")
     config = training.configured(preset, changes)
-    if not resume:
+    _check_used(config, changes)
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun one speaks
+    if not resume and first:
         blocks = ", ".join(config.mixers)
         say(f"{run}: {blocks}; {config.head} head; {config.data} as {config.tokenizer}")
     training.train(config, run, resume=resume, console=Console())
-    say(f"Next: fastweights eval {run}")
+    if first:
+        say(f"Next: {typed('fastweights', 'eval', run)}")

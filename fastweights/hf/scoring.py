@@ -25,7 +25,7 @@ from fastweights.core import FastWeightError
 from fastweights.hf.attach import NAME, WINDOW, attached, using
 from fastweights.hf.loading import read_corpus, row_of
 from fastweights.hf.windows import ROWS, Reading, Windows
-from fastweights.text.scores import Score, Text
+from fastweights.text.scores import Score, Text, in_bytes
 from fastweights.torch import cross_entropy, graphs, watching
 from fastweights.torch.cache import NeuralCache
 from fastweights.torch.cache_sight import CacheState
@@ -37,6 +37,7 @@ from fastweights.torch.tree import tensor_bytes
 GRAPH = 512  # tokens of a CUDA graph of the head: more are captured later, and so used less
 CLIP = 1.0  # largest norm of a stride's gradient
 STATISTICS = 24  # windows of training text, for the step of each weight in dynamic evaluation
+Read = Callable[[int], Any]  # told the number of tokens that were read
 EPS = 1e-5  # added to the root mean squared gradient that divides a weight's step
 
 
@@ -62,6 +63,13 @@ def modes(model: Any) -> list[str]:
     return ["static", *found, "dynamic", "dynamic+cache"]
 
 
+def check_mode(model: Any, mode: str) -> None:
+    """Raise FastWeightError unless the model can be scored in this mode."""
+    if mode not in modes(model):
+        why = "; attach a head first, with where=... for body, body+cache and all" if mode in PARTS else ""
+        raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
+
+
 def score(
     model: Any,
     tokenizer: Any,
@@ -78,39 +86,42 @@ def score(
         texts: what to score.
         mode: one of `modes(model)`; the list above says what each does.
         how: window and stride.
-        advance: advance(bytes) after every text, for a progress bar.
+        advance: advance(bytes) now and then, for a progress bar; the bytes of all texts in all.
     """
-    if mode not in modes(model):
-        why = "; attach a head first, with where=... for body, body+cache and all" if mode in PARTS else ""
-        raise FastWeightError(f"mode is {mode!r}; expected one of {', '.join(map(repr, modes(model)))}{why}")
+    check_mode(model, mode)
     model.eval()
     peak = watch_memory(model.device)
     started, held = time.perf_counter(), 0
     losses = []
     for text in texts:
-        row = row_of(tokenizer, text).to(model.device)
+        row, read = row_of(tokenizer, text).to(model.device), in_bytes(text, advance)
         if mode in PARTS:
             parts = PARTS[mode]
             whole = how.stride % attached(model).settings.refresh == 0  # chunks of the head end with windows
             beside = whole and not watching.watchers  # a probe looks at calls of the head
-            loss, held = (_beside if beside else _attached)(model, row, how, parts)
+            loss, held = (_beside if beside else _attached)(model, row, how, parts, read)
         else:
             with using(model, head=False, cache=False, body=False):
-                loss, held = _static(model, row, how) if mode == "static" else _dynamic(model, row, how, mode)
+                plain = mode == "static"
+                loss, held = _static(model, row, how, read) if plain else _dynamic(model, row, how, mode, read)
         losses.append(loss.double().cpu().numpy())
-        advance(len(text.data))
     return Score(mode, losses, time.perf_counter() - started, held, peak())
 
 
 @torch.no_grad()
-def _static(model: Any, row: Tensor, how: Reading) -> tuple[Tensor, int]:
+def _static(model: Any, row: Tensor, how: Reading, read: Read) -> tuple[Tensor, int]:
     """Losses (T,) of a text (1, T + 1), windows of equal lengths several at a time; nothing is carried."""
-    windows = Windows(model, row)
-    return torch.cat([windows.losses(spans) for spans in windows.groups(how)]), 0
+    windows, losses = Windows(model, row), list[Tensor]()
+    for spans in windows.groups(how):
+        losses.append(windows.losses(spans))
+        read(len(losses[-1]))
+    return torch.cat(losses), 0
 
 
 @torch.no_grad()
-def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
+def _beside(
+    model: Any, row: Tensor, how: Reading, parts: dict[str, bool], read: Read = lambda n: None
+) -> tuple[Tensor, int]:
     """Head, cache and matrices inside the model: several windows are read at once, as in `_static`.
 
     The labels are known, so that no logits are held; the losses are those of `_attached`. The cache scores as many
@@ -141,6 +152,7 @@ def _beside(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tu
                 own, cached = _mix(cache, x, labels, own, cached)
             losses.append(own[0])
             behind = []
+            read(len(losses[-1]))
     return torch.cat(losses), tensor_bytes((state if layer else None, cached, windows.learned))
 
 
@@ -174,7 +186,9 @@ def _score(head, x, labels, weight, bias, learned):
 
 
 @torch.no_grad()
-def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> tuple[Tensor, int]:
+def _attached(
+    model: Any, row: Tensor, how: Reading, parts: dict[str, bool], read: Read = lambda n: None
+) -> tuple[Tensor, int]:
     """Losses of a text with these parts of the attachment, and the bytes of what they know at its end."""
     losses, state = [], None
     with using(model, **parts):
@@ -188,10 +202,11 @@ def _attached(model: Any, row: Tensor, how: Reading, parts: dict[str, bool]) -> 
             )
             state = out.fast_state
             losses.append(token_losses(out.logits, row[:, start + 1 : stop + 1])[0])
+            read(stop - start)
     return torch.cat(losses), tensor_bytes(state)
 
 
-def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, int]:
+def _dynamic(model: Any, row: Tensor, how: Reading, mode: str, read: Read) -> tuple[Tensor, int]:
     """Losses of a text while the model's weights train on it, and the bytes of those weights."""
     rule = "sgd" if how.statistics is None else "rms"
     cache = NeuralCache(WINDOW) if mode == "dynamic+cache" else None
@@ -210,7 +225,7 @@ def _dynamic(model: Any, row: Tensor, how: Reading, mode: str) -> tuple[Tensor, 
         graph=True,  # the hooks of an attachment do nothing here
     ) as dynamic:
         held = sum(p.numel() * p.element_size() for p in dynamic.named.values())
-        return dynamic.run(row).losses[0], held
+        return dynamic.run(row, advance=read).losses[0], held
 
 
 def call_body(model: Any, tokens: Tensor, state: Any, keep: int = 0) -> tuple[Tensor, Any]:

@@ -29,12 +29,12 @@ def page(blocks: list[bytes], title: str) -> str:
     from plotly.offline import get_plotlyjs
 
     folder = files("fastweights.inspect")
-    content = (folder / "page.html").read_text()
+    content = (folder / "page.html").read_text(encoding="utf-8")
     models = [f'<script type="application/octet-stream" class="model">{_base64(block)}</script>' for block in blocks]
     parts = {
         "TITLE": html.escape(title),
-        "STYLE": (folder / "page.css").read_text(),
-        "SCRIPT": "\n".join((folder / name).read_text() for name in SCRIPTS),
+        "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
+        "SCRIPT": "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "DATA": "\n".join(models),
         "PLOTLY": _base64(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)),
     }

@@ -59,8 +59,8 @@ def read_run(run: Path, file: Path, *, every: int, limit: int, device: str, obse
         )
     text = read_file(model, file)
     check_text(file, text.data)
-    text = first_tokens(text, model.tokenizer.lengths()[text.tokens], limit)
-    widths = model.tokenizer.lengths()[text.tokens]
+    text = first_tokens(text, text.widths(model.tokenizer.lengths()), limit)
+    widths = text.widths(model.tokenizer.lengths())
     row = evaluation.row_of(model, text)
     T = row.shape[1] - 1
     length = segment_length(T)

@@ -1,7 +1,9 @@
 """Generation: one token at a time from a memory."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +14,11 @@ from fastweights.models.decoding import Decoder
 from fastweights.models.evaluation import carried
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.memory import Memory
+from fastweights.text.streams import Stream
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
+
+LEAST = 1e-6  # temperature above 0: logits divided by much less are infinite
+DRAWS = 4096  # random numbers drawn at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +43,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise FastWeightError(f"temperature is {self.temperature}; expected 0 or more")
-        if self.top_k < 0:
+        if not (self.temperature == 0 or LEAST <= self.temperature < math.inf):
+            raise FastWeightError(
+                f"temperature is {self.temperature}; expected 0, which takes the likeliest token, or at least {LEAST}"
+            )
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
             raise FastWeightError(f"top_k is {self.top_k}; expected the number of tokens to choose from, or 0 for all")
         if not 0 < self.top_p <= 1:
             raise FastWeightError(f"top_p is {self.top_p}; expected above 0 and at most 1: the probability to keep")
         if not 0 <= self.min_p <= 1:
             raise FastWeightError(f"min_p is {self.min_p}; expected from 0 to 1: a share of the likeliest token's")
+        if not isinstance(self.seed, Integral) or not -(2**63) <= self.seed < 2**64:
+            raise FastWeightError(f"seed is {self.seed}; expected a whole number of at most 64 bits")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """One token for logits (V,), with this source of chance."""
@@ -73,7 +83,7 @@ class Sampling:
 
 
 def read_into(
-    cache: NeuralCache, model: LanguageModel, prompt: str, memory: Memory | None, *, learn: bool = True
+    cache: NeuralCache, model: LanguageModel, prompt: bytes | str, memory: Memory | None, *, learn: bool = True
 ) -> CacheState:
     """What a cache holds of a prompt that follows `memory`; a memory itself has no cache.
 
@@ -110,7 +120,8 @@ def generate(
         memory: what was read, as `model.read` returns it.
         tokens: to write at most.
         how: a `Sampling`; its defaults when absent.
-        learn: whether a Fast Weight Layer goes on learning, from what it generates.
+        learn: whether a Fast Weight Layer goes on learning, from what it generates. What it has learned from the text
+            before it keeps either way.
         cache: a `NeuralCache` that is mixed into the prediction, and goes on reading too.
         cached: what it holds of the text before.
 
@@ -125,17 +136,19 @@ def generate(
         True
     """
     how = how or Sampling()
+    if not isinstance(tokens, Integral) or tokens < 0:
+        raise FastWeightError(f"tokens is {tokens}; expected the number of tokens to write at most")
     model.eval()
     state = model._take(memory).state
-    noise = torch.rand(tokens, 1, generator=torch.Generator().manual_seed(how.seed)).to(model.embedding.weight.device)
-    token = torch.tensor([memory.last], device=noise.device)
+    device: Any = model.embedding.weight.device
+    noise, token = _noise(tokens, how.seed, device), torch.tensor([memory.last], device=device)
     if cache is not None:
         yield from _with_cache(model, state, token, noise, how, learn, cache, cached)
         return
     decoder, found = Decoder(model, state, token, how.pick, learn=learn), None
     for i in range(tokens):
-        found = decoder(noise[i]) if found is None else found
-        following = decoder(noise[i + 1]) if decoder.captured and i + 1 < tokens else None  # queued before we wait
+        found = decoder(next(noise)) if found is None else found
+        following = decoder(next(noise)) if decoder.captured and i + 1 < tokens else None  # queued before we wait
         number = int(found)
         if number == model.vocab - 1:  # the start of another document
             return
@@ -143,11 +156,18 @@ def generate(
         found = following
 
 
+def _noise(tokens: int, seed: int, device: Any) -> Iterator[Tensor]:
+    """A number (1,) in [0, 1) for each token, the same however many there are; only a few are held at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    for at in range(0, tokens, DRAWS):
+        yield from torch.rand(min(DRAWS, tokens - at), 1, generator=generator).to(device)
+
+
 def _with_cache(
     model: LanguageModel,
     state: Any,
     token: Tensor,
-    noise: Tensor,
+    noise: Iterator[Tensor],
     how: Sampling,
     learn: bool,
     cache: NeuralCache,
@@ -164,27 +184,29 @@ def _with_cache(
         yield int(token)
 
 
-def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "") -> Iterator[str]:
+def text_of(model: LanguageModel, tokens: Iterator[int], until: str = "", before: Iterable[int] = ()) -> Iterator[str]:
     """Text as it becomes known: a character is given when all its bytes are there.
 
     Args:
         model: whose tokenizer to use.
         tokens: as they are generated.
         until: text after which to stop; it is given, and nothing after it.
+        before: tokens before them, as far as they are known: they may decide whether a blank follows.
     """
     import codecs
 
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    stream = Stream(model.tokenizer, before)
     seen = ""
     for token in tokens:
-        piece = decoder.decode(model.tokenizer.decode([token]))
+        piece = decoder.decode(stream.add(token))
         seen = (seen + piece)[-len(until) - len(piece) :] if until else ""
         if until and until in seen:
             yield piece[: len(piece) - (len(seen) - seen.index(until) - len(until))]
             return
         if piece:
             yield piece
-    rest = decoder.decode(b"", final=True)
+    rest = decoder.decode(stream.rest(), final=True)
     if rest:
         yield rest
 

@@ -7,8 +7,10 @@ scored before learned    and they do so with the label in place: had a label bee
 one pass                 a text is read once: one loss per token, and nothing is left for a second time
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +26,23 @@ LABELS = 512  # the largest vocabulary of which every word is tried; of a larger
 TOLERANCE = 1e-3
 
 
-def check(model: LanguageModel, mode: str, row: Tensor, dynamic: Dynamic | None = None) -> None:
+Known = dict[Any, tuple[list[Tensor], Tensor]]  # features and losses of rows, with and without learning
+
+
+def check(
+    model: LanguageModel, mode: str, row: Tensor, dynamic: Dynamic | None = None, known: Known | None = None
+) -> None:
     """Raise FastWeightError unless scoring in this mode keeps the laws at the beginning of a text.
 
     Args:
         model, mode: as for `evaluation.score`.
         row: (1, T + 1), the start of a document and its tokens; long enough for at least one update.
         dynamic: rates of dynamic evaluation.
+        known: kept from mode to mode of one model and row: modes read in two ways only, and mix caches in afterwards.
     """
     check_mode(model, mode)
     model.eval()
-    losses = _scorer(model, mode, dynamic or Dynamic())
+    losses = _scorer(model, mode, dynamic or Dynamic(), {} if known is None else known)
     refresh = model.config.refresh if mode in ("fast", "both") else SEGMENT
     row = row[:, : min(row.shape[1], 2 * max(1, min(refresh, 64)) + 3)]
     found, again = losses(row), losses(row)
@@ -57,8 +65,9 @@ def check(model: LanguageModel, mode: str, row: Tensor, dynamic: Dynamic | None 
         )
 
 
-def _scorer(model: LanguageModel, mode: str, dynamic: Dynamic) -> Callable[[Tensor], Tensor]:
+def _scorer(model: LanguageModel, mode: str, dynamic: Dynamic, known: Known) -> Callable[[Tensor], Tensor]:
     """Losses (B, T) of rows (B, T + 1), each a text of its own."""
+    learn, asked = mode in ("fast", "both"), itertools.count()  # the same rows twice are read twice
 
     def adapted(rows: Tensor) -> Tensor:  # rows that differ in their last token alone, which is not learned
         how = replace(dynamic, segment=SEGMENT, batches=())
@@ -67,11 +76,12 @@ def _scorer(model: LanguageModel, mode: str, dynamic: Dynamic) -> Callable[[Tens
 
     @torch.no_grad()
     def read(rows: Tensor) -> Tensor:
-        with recorded(model.norm) as seen:
-            scores = model.score(rows[:, :-1], rows[:, 1:], learn=mode in ("fast", "both"), slow=False)
-        if mode in ("cache", "both"):
-            return NeuralCache().score(seen[0], rows[:, 1:], scores.loss)[0]
-        return scores.loss
+        key = learn, next(asked), rows.cpu().numpy().tobytes()
+        if key not in known:
+            with recorded(model.norm) as seen:
+                known[key] = seen, model.score(rows[:, :-1], rows[:, 1:], learn=learn, slow=False).loss
+        (x,), loss = known[key]
+        return NeuralCache().score(x, rows[:, 1:], loss)[0] if mode in ("cache", "both") else loss
 
     return adapted if mode == "dynamic" else read
 

@@ -1,5 +1,6 @@
 """What a training run depends on: one frozen dataclass, whose fields are the options of `fastweights train`."""
 
+import difflib
 import math
 import re
 from collections.abc import Callable
@@ -195,6 +196,10 @@ class Config:
         """
         if preset not in PRESETS:
             raise FastWeightError(f"preset is {preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
+        for name in sorted(changes.keys() - {f.name for f in fields(cls)}):
+            like = difflib.get_close_matches(name, [f.name for f in fields(cls)], 1)
+            meant = f", such as {like[0]}" if like else ": those that `fastweights train --help` explains"
+            raise FastWeightError(f"Config has no field {name}; expected a field that there is{meant}")
         return cls.read(PRESETS[preset] | _trained_as_read(changes) | changes)
 
     @classmethod

@@ -56,7 +56,7 @@ class Decoder:
         reason = graphs.refuses(token) if capture else "it was asked for"
         self.token, self.state = token, state
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self.waiting = self.waiting_of(state) if learn else None
+        self.waiting = self.waiting_of(state)
         if reason is None and self.waiting == -1:
             reason = "texts wait with different numbers of tokens for the Fast Weight Layer"
         if watching.watchers or watching.steps:
@@ -75,11 +75,11 @@ class Decoder:
         return counts.pop() if len(counts) == 1 else -1
 
     def _full(self) -> bool | None:
-        """Whether the layer learns from a whole chunk in this step; counts the token of the step."""
+        """Whether the layer learns from a whole chunk in this step; counts the token of the step if it is learned."""
         if self.waiting is None or self.waiting < 0:
             return None
         full = self.waiting == self.model.fast.config.refresh
-        self.waiting = 1 if full else self.waiting + 1
+        self.waiting = (0 if full else self.waiting) + self.learn
         return full
 
     def load(self, token: Tensor, state: State | None = None) -> None:
@@ -94,7 +94,7 @@ class Decoder:
             _overwrite(self.state, state)
         else:
             self.state = state
-        self.waiting = self.waiting_of(state) if self.learn else None
+        self.waiting = self.waiting_of(state)
 
     @torch.no_grad()
     def __call__(self, noise: Tensor) -> Tensor:

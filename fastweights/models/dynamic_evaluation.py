@@ -34,8 +34,10 @@ class Dynamic:
 
 
 @contextmanager
-def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Tensor, Any], Tensor]]:
+def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[..., Tensor]]:
     """A function that scores a document (1, T + 1) from a state, (1, T); each starts from the trained weights.
+
+    With `advance` it says the number of tokens of every segment that was read.
 
     The model is as it was when the block ends. Memory is carried over the document, segment by segment.
     """
@@ -60,9 +62,9 @@ def dynamic_scorer(model: LanguageModel, how: Dynamic) -> Iterator[Callable[[Ten
         call=call,
     ) as dynamic:
 
-        def run(row: Tensor, state: Any) -> Tensor:
+        def run(row: Tensor, state: Any, advance: Callable[[int], Any] = lambda n: None) -> Tensor:
             first[0] = state
             dynamic.reset()
-            return dynamic.run(row).losses
+            return dynamic.run(row, advance=advance).losses
 
         yield run

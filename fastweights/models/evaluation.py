@@ -21,7 +21,7 @@ from fastweights.core import FastWeightError
 from fastweights.models.dynamic_evaluation import Dynamic, dynamic_scorer
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.models.memory import Memory
-from fastweights.text.scores import Score, Text
+from fastweights.text.scores import Score, Text, in_bytes
 from fastweights.torch.cache import CacheState, NeuralCache, recorded
 from fastweights.torch.devices import watch_memory
 from fastweights.torch.nn import FastWeightAttention
@@ -60,7 +60,7 @@ def score(
         mode: one of `modes(model)`; the list above says what each does.
         memory: what every text is read after; static windows ignore it.
         dynamic: rates of dynamic evaluation.
-        advance: advance(bytes) after every text, for a progress bar.
+        advance: advance(bytes) now and then, for a progress bar; the bytes of all texts in all.
 
     Returns:
         The losses of all tokens, the seconds that they took, and the bytes carried and held.
@@ -77,16 +77,16 @@ def score(
     with adapted as run:
         for text in texts:
             rows = row_of(model, text, memory if mode != "static" else None)
+            read = in_bytes(text, advance)
             if mode == "static":
-                loss = _static(model, rows)
+                loss = _static(model, rows, read)
             elif mode == "dynamic":
-                loss = run(rows, _before(model, memory))[0]
+                loss = run(rows, _before(model, memory), advance=read)[0]
             else:
                 learn, cache = mode in ("fast", "both"), NeuralCache() if mode in ("cache", "both") else None
-                loss, state, kept = carried(model, rows, _before(model, memory), learn=learn, cache=cache)
+                loss, state, kept = carried(model, rows, _before(model, memory), learn=learn, cache=cache, advance=read)
                 held = tensor_bytes(state if learn else state.blocks) + tensor_bytes(kept)
             losses.append(loss.double().cpu().numpy())
-            advance(len(text.data))
     if mode == "dynamic":  # the state and a copy of all weights
         held = tensor_bytes(model.init_state(1).blocks) + tensor_bytes(list(model.parameters()))
     return Score(mode, losses, time.perf_counter() - started, held, peak())
@@ -104,7 +104,7 @@ def row_of(model: LanguageModel, text: Text, memory: Memory | None = None) -> Te
 
 
 @torch.no_grad()
-def _static(model: LanguageModel, row: Tensor) -> Tensor:
+def _static(model: LanguageModel, row: Tensor, advance: Callable[[int], Any] = lambda n: None) -> Tensor:
     """Each window of the training length sees only itself."""
     length, T = model.config.length, row.shape[1] - 1
     losses = []
@@ -113,14 +113,22 @@ def _static(model: LanguageModel, row: Tensor) -> Tensor:
         tokens, labels = row[0, :whole].view(-1, length), row[0, 1 : whole + 1].view(-1, length)
         for some, theirs in zip(tokens.split(8), labels.split(8), strict=True):
             losses.append(model.score(some, theirs, learn=False).loss.flatten())
+            advance(some.numel())
     if whole < T:
         losses.append(model.score(row[:, whole:-1], row[:, whole + 1 :], learn=False).loss[0])
+        advance(T - whole)
     return torch.cat(losses)
 
 
 @torch.no_grad()
 def carried(
-    model: LanguageModel, row: Tensor, state: State, *, learn: bool, cache: NeuralCache | None = None
+    model: LanguageModel,
+    row: Tensor,
+    state: State,
+    *,
+    learn: bool,
+    cache: NeuralCache | None = None,
+    advance: Callable[[int], Any] = lambda n: None,
 ) -> tuple[Tensor, State, CacheState | None]:
     """Losses of a text read once from a state.
 
@@ -130,6 +138,7 @@ def carried(
         state: to start from.
         learn: whether a Fast Weight Layer learns on the way.
         cache: a `NeuralCache` to mix in, empty at first.
+        advance: advance(tokens) after every segment.
 
     Returns:
         Losses (T,), the state after the text, and what the cache holds then.
@@ -143,6 +152,7 @@ def carried(
             if cache is not None:
                 loss, kept = cache.score(x, part[:, 1:], loss, kept)
             losses.append(loss[0])
+            advance(len(loss[0]))
     return torch.cat(losses), state, kept
 
 

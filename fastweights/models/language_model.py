@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastweights.core import FastWeightError
 from fastweights.fwl_config import FWLState
 from fastweights.models.blocks import EPS, Block, Norm
 from fastweights.models.config import Config
@@ -246,7 +247,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, State]:
         """Logits (B, V) for what follows token (B,), and the state: constant work, unless a block is softmax.
 
-        A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is.
+        A Fast Weight Layer learns that this token followed the one before; learn=False leaves it as it is, with what
+        it has learned so far.
         full: where the caller knows it, whether a whole chunk of tokens waits to be learned by a refreshed layer; it
             saves looking the number up on the device.
         """
@@ -254,16 +256,35 @@ class LanguageModel(nn.Module):
         if self.fast is None:
             return (x @ self.embedding.weight.mT)[:, 0], State(blocks, None)
         if not learn:
-            return self.fast.slow_logits(x)[:, 0], State(blocks, state.fast)
+            logits, fast = self._answer(x[:, 0], state.fast, full)
+            return logits, State(blocks, fast)
         if full is None:
             logits, fast = self.fast.step(x[:, 0], token, state.fast)  # token is the label that was waited for
         else:
             logits, fast = self.fast._refreshed_step(x[:, 0], token, state.fast, full=full)
         return logits, State(blocks, fast)
 
+    def _answer(self, x, fast, full):
+        """Logits (B, V) for features x (B, D) by what a Fast Weight Layer has learned, and its state without x.
+
+        A whole chunk of earlier tokens that waits in the state is learned.
+        """
+        if not isinstance(fast, RefreshState):
+            return self.fast.step(x, None, fast)[0], fast
+        logits, after = self.fast._refreshed_step(x, None, fast, full=full)
+        learned = after.waiting <= fast.waiting  # rows whose chunk was whole: x waits alone there
+        return logits, fast._replace(
+            dense1=after.dense1, dense2=after.dense2, norm=after.norm, waiting=torch.where(learned, 0, fast.waiting)
+        )
+
     @torch.no_grad()
     def read(
-        self, text: bytes | str | np.ndarray, memory: Memory | None = None, *, segment: int | None = None
+        self,
+        text: bytes | str | np.ndarray,
+        memory: Memory | None = None,
+        *,
+        segment: int | None = None,
+        advance: Callable[[int], Any] = lambda n: None,
     ) -> Memory:
         """Read a text of any length once, after `memory` if given; the memory has the same size for any length.
 
@@ -271,6 +292,7 @@ class LanguageModel(nn.Module):
             text: bytes or str, which the tokenizer of the run encodes, or tokens (T,).
             memory: what was read before, to go on from; the start of a document when absent.
             segment: tokens read at a time, which changes speed alone; more on a GPU than on a CPU when absent.
+            advance: advance(tokens) after every segment, for a progress bar.
 
         Returns:
             A `Memory`, to generate from, save, or read more into.
@@ -293,6 +315,7 @@ class LanguageModel(nn.Module):
                 state = State(self(inputs[:, part], state)[1], None)
             else:
                 state = self.score(inputs[:, part], labels[:, part], state, slow=False).state
+            advance(inputs[:, part].shape[1])
         self.train(was_training)
         count = tokens.shape[1] + (0 if memory is None else memory.count - 1)
         return Memory(map_tensors(Tensor.detach, state), int(tokens[0, -1]), count, self.fingerprint())
@@ -305,13 +328,30 @@ class LanguageModel(nn.Module):
     def _tokens(self, text, memory):
         """(1, 1 + T): the token before a text, that of the memory or the start of a document, and the text's own."""
         if isinstance(text, str):
-            text = text.encode()
-        encoded = self.tokenizer.encode(text) if isinstance(text, bytes) else np.asarray(text, np.int64)
+            try:
+                text = text.encode()
+            except UnicodeEncodeError as error:
+                raise FastWeightError(
+                    f"text has {error.object[error.start]!a}; expected characters, or bytes"
+                ) from None
+        if isinstance(text, bytes | bytearray | memoryview):
+            encoded = self.tokenizer.encode(bytes(text))
+        else:
+            encoded = np.asarray(text)
+            whole = encoded.ndim == 1 and (encoded.dtype.kind in "iu" or not encoded.size)
+            if not whole or (encoded.size and not 0 <= encoded.min() <= encoded.max() < self.vocab):
+                got = f"of {encoded.dtype} and shape {encoded.shape}" if not whole else f"{text!r:.80}"
+                raise FastWeightError(
+                    f"text is {got}; expected bytes, str, or tokens (T,): whole numbers from 0 to {self.vocab - 1}"
+                )
+            encoded = encoded.astype(np.int64)
         before = [self.vocab - 1 if memory is None else memory.last]
         return torch.from_numpy(np.r_[before, encoded])[None].to(self.embedding.weight.device)
 
     def _take(self, memory):
         """A memory on this model's device, once it is known to be of these weights."""
+        if not isinstance(memory, Memory):
+            raise FastWeightError(f"memory is a {type(memory).__name__}; expected a Memory, as model.read returns it")
         memory.check(self.fingerprint())
         return memory.to(self.embedding.weight.device)
 

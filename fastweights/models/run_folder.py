@@ -56,7 +56,7 @@ def load(run: str | Path, *, last: bool = False, device: str = "auto") -> Langua
 
         model = load("runs/first")
         memory = model.read("def area(radius):")
-        text = b"".join(model.tokenizer.decode([token]) for token in generate(model, memory, 100))
+        text = model.tokenizer.decode(generate(model, memory, 100))
 
     `model.read(text)` makes a `Memory` of a text, `generate(model, memory, tokens)` goes on writing from it.
 

@@ -1,11 +1,14 @@
 """Documents: found, split into train, valid and test by name, never by chance."""
 
 import hashlib
+import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from fastweights.core import FastWeightError
 
@@ -24,22 +27,31 @@ class Document:
     data: bytes
 
 
-def documents(spec: str) -> Iterator[Document]:
+def documents(spec: str, left_out: Counter[str] | None = None) -> Iterator[Document]:
     """The documents of a corpus in a fixed order; empty and binary ones left out.
+
+    A file with a zero byte near its start is binary, and so is text in UTF-16.
 
     Args:
         spec: "stdlib", the source code of the running Python's standard library; "stdlib-modules", the same without
             its tables of characters and its applications; a file; a folder, all files in it; or "hf:NAME[:CONFIG]",
             a dataset that `datasets` streams.
+        left_out: counts the files that are left out, as "empty" and "binary".
     """
     if spec.startswith("hf:"):
         yield from _hugging_face(spec)
         return
     root, paths = files(spec)
     for path in paths:
-        data = path.read_bytes()
-        if data.strip() and b"\0" not in data[:8192]:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            _unreadable(error)
+        reason = "empty" if not data.strip() else "binary" if b"\0" in data[:8192] else ""
+        if not reason:
             yield Document(path.relative_to(root).as_posix(), data)
+        elif left_out is not None:
+            left_out[reason] += 1
 
 
 def files(spec: str) -> tuple[Path, list[Path]]:
@@ -58,8 +70,7 @@ def files(spec: str) -> tuple[Path, list[Path]]:
         raise FastWeightError(
             f"data is {spec!r}; expected stdlib, stdlib-modules, hf:NAME or an existing file or folder"
         )
-    paths = (p for p in root.rglob("*") if p.is_file())
-    found = sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(root).parts))
+    found = sorted(_walked(root))
     whole = root.resolve()
     for path in found:  # a folder from a stranger must not bring in files of the user
         if not (target := path.resolve()).is_relative_to(whole):
@@ -67,6 +78,21 @@ def files(spec: str) -> tuple[Path, list[Path]]:
                 f"{path} is a link to {target}; expected files within {root}: name that folder instead"
             )
     return root, found
+
+
+def _walked(root: Path) -> Iterator[Path]:
+    """The files in a folder and in the folders within, but for hidden ones; links to folders are not followed."""
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(folder) / name for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """Raise FastWeightError: what cannot be read must not be missing without a word."""
+    raise FastWeightError(
+        f"cannot read {error.filename}: {error.strerror}; expected files and folders that can be read"
+    ) from None
 
 
 def identity(spec: str) -> list:
@@ -78,15 +104,21 @@ def identity(spec: str) -> list:
     return [str(root), *([name, s.st_size, s.st_mtime_ns] for name, s in stats)]
 
 
-def split(found: list[Document], spec: str) -> dict[str, list[Document]]:
+def split(found: list[Document], spec: str, left_out: Counter[str] | None = None) -> dict[str, list[Document]]:
     """By a hash of the name: 90 % train, 5 % valid, 5 % test. Fewer than three documents are cut instead.
 
     A document keeps its split when others are added or removed, so that no run is tested on what another was trained
     on.
+
+    Args:
+        found: all documents.
+        spec: where they are from, for the message when there are none.
+        left_out: what `documents` left out, for the same.
     """
     if not found:
+        but = f" ({said(left_out)})" if left_out else ""
         raise FastWeightError(
-            f"data is {spec!r}, which holds no text; expected at least one file that is neither empty nor binary"
+            f"data is {spec!r}, which holds no text; expected at least one file that is neither empty nor binary{but}"
         )
     # One or two documents: each is cut into three parts instead.
     if len(found) < len(SPLITS):
@@ -104,6 +136,18 @@ def split(found: list[Document], spec: str) -> dict[str, list[Document]]:
             donor.sort(key=lambda d: (_bucket(d.name), d.name))
             parts[name].append(donor.pop())
     return parts
+
+
+def said(left_out: Mapping[str, int]) -> str:
+    """What was left out, in words.
+
+    Examples:
+        >>> said({"empty": 1, "binary": 2})
+        'left out: 1 empty file, 2 binary files; a zero byte makes a file binary: convert UTF-16 to UTF-8'
+    """
+    parts = [f"{n} {kind} file{'s' * (n != 1)}" for kind, n in left_out.items()]
+    why = "; a zero byte makes a file binary: convert UTF-16 to UTF-8" if "binary" in left_out else ""
+    return f"left out: {', '.join(parts)}{why}"
 
 
 def _bucket(name: str) -> int:

@@ -3,8 +3,9 @@
 Every document is its start token and its text, laid end to end with the others of its split.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,30 @@ class Corpus:
     splits: dict[str, Split]
     tokenizer: Tokenizer
     folder: Path
+    left_out: dict[str, int] = field(default_factory=dict)  # numbers of files that were "empty" or "binary"
 
     @property
     def bytes_per_token(self) -> float:
         """Of the training text, to turn a loss per token into bits per byte."""
         train = self.splits["train"]
         return float(train.bytes.sum() / max(1, len(train.tokens) - len(train)))
+
+    def __str__(self) -> str:
+        """How much text there is for what, in words."""
+        what = zip(("to train on", "to validate with", "to test with"), corpus.SPLITS, strict=True)
+        parts = [f"{_count(self.splits[name])} {purpose}" for purpose, name in what]
+        return ", ".join(parts) + (f"; {corpus.said(self.left_out)}" if self.left_out else "")
+
+    @property
+    def share_to_train(self) -> float:
+        """The share of the bytes that a model is trained on."""
+        sizes = {name: int(split.bytes.sum()) for name, split in self.splits.items()}
+        return sizes["train"] / max(1, sum(sizes.values()))
+
+
+def _count(split: Split) -> str:
+    """The bytes and documents of a split, in words."""
+    return f"{int(split.bytes.sum()):,} bytes in {len(split):,} document{'s' * (len(split) != 1)}"
 
 
 def write_folder(data: str, tokens: str, folder: Path) -> None:
@@ -69,14 +88,16 @@ def write_folder(data: str, tokens: str, folder: Path) -> None:
         tokens: "bytes", "bpe:SIZE" or a tokenizer.json.
         folder: to make.
     """
-    parts = corpus.split(list(corpus.documents(data)), data)
+    left_out: Counter[str] = Counter()
+    parts = corpus.split(list(corpus.documents(data, left_out)), data, left_out)
     with_tokens = tokenizer.make(tokens, (d.data for d in parts["train"]))
     try:
         with replacing(folder) as temporary:
             temporary.mkdir()
             with_tokens.save(temporary)
             index = {name: _write(temporary / f"{name}.bin", parts[name], with_tokens) for name in corpus.SPLITS}
-            write_checked_json(temporary / INDEX, dict(version=VERSION, tokenizer=with_tokens.name, splits=index))
+            about = dict(version=VERSION, tokenizer=with_tokens.name, splits=index, left_out=dict(left_out))
+            write_checked_json(temporary / INDEX, about)
     except FastWeightError:
         if not (folder / INDEX).exists():  # no other process was quicker
             raise
@@ -111,6 +132,7 @@ def open_folder(folder: Path) -> Corpus:
     try:
         splits = {name: _open(folder / f"{name}.bin", index["splits"][name]) for name in corpus.SPLITS}
         wanted = str(index["tokenizer"])
+        left_out = {str(kind): int(n) for kind, n in dict(index.get("left_out", {})).items()}
     except (KeyError, TypeError, ValueError, OSError, OverflowError) as error:
         raise FastWeightError(
             f"{folder / INDEX} is damaged ({type(error).__name__}: {error}); expected {why}"
@@ -118,7 +140,7 @@ def open_folder(folder: Path) -> Corpus:
     found = tokenizer.load(folder)
     if found.name != wanted:
         raise FastWeightError(f"{folder / tokenizer.FILE} is {found.name}; expected {wanted}: it is missing or damaged")
-    return Corpus(splits, found, folder)
+    return Corpus(splits, found, folder, left_out)
 
 
 def _open(path: Path, about: dict[str, Any]) -> Split:

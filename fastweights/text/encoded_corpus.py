@@ -40,7 +40,12 @@ def prepare(data: str, tokens: str, cache: Path | None = None) -> Corpus:
         except FastWeightError as error:
             warnings.warn(f"{error}. It is made again from {data}", FastWeightWarning, stacklevel=2)
     shutil.rmtree(folder, ignore_errors=True)
-    write_folder(data, tokens, folder)
+    try:
+        write_folder(data, tokens, folder)
+    except FastWeightError as error:
+        if cache is None and str(error).startswith("cannot write"):
+            raise FastWeightError(f"{error}. Encoded text is kept there unless XDG_CACHE_HOME says where") from None
+        raise
     return open_folder(folder)
 
 
@@ -51,7 +56,7 @@ def _name(data: str, tokens: str, version: int) -> str:
     return hashlib.sha256(json.dumps([version, corpus.identity(data), kind]).encode()).hexdigest()[:16]
 
 
-def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = None) -> Corpus:
+def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = None, own: Path | None = None) -> Corpus:
     """The corpus that a run began with, encoded in `folder`; made again from its data where it is gone, damaged or
     of an older version.
 
@@ -60,6 +65,8 @@ def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = Non
         data: as `corpus.documents` takes it.
         tokens: the tokenizer, as `prepare` takes it.
         cache: folder for encoded corpora; `cache_folder()` when absent.
+        own: the tokenizer.json of the run, if it has one: a tokenizer that is trained again on text which has changed
+            is another one, whose tokens mean nothing to the run's weights.
     """
     damage = f"{folder} is gone"
     if (folder / INDEX).exists():
@@ -68,7 +75,7 @@ def prepare_again(folder: Path, data: str, tokens: str, cache: Path | None = Non
         except FastWeightError as error:
             damage = str(error)
     try:
-        found = prepare(data, tokens, cache)
+        found = prepare(data, str(own) if own is not None and own.exists() else tokens, cache)
     except FastWeightError as error:
         raise FastWeightError(
             f"{damage}, and {error}; the checkpoint is intact, and goes on once the data is back"

@@ -116,7 +116,7 @@ def plot(scores: list[Score], texts: list[Text], lengths: Any, path: Path, memor
     (axes, *below)[-1].set_xlabel("position in the document (bytes)")
     figure.legend(frameon=False, loc="outside right center")  # nowhere near the curves
     axes.set_title(
-        f"{len(texts)} held-out document{'s' * (len(texts) != 1)}, {sum(len(t.data) for t in texts):,} bytes",
+        f"{len(texts)} document{'s' * (len(texts) != 1)}, {sum(len(t.data) for t in texts):,} bytes",
         loc="left",
         fontsize=10,
     )
@@ -137,7 +137,12 @@ def _number(x: float | None) -> str:
 
 
 def _size(n: int | None) -> str:
-    """Bytes in KiB or MiB; "-" for none."""
+    """Bytes in KiB or MiB, short enough for a table on 80 columns; "-" for none.
+
+    Examples:
+        >>> _size(3000), _size(3_600_000), _size(39 * 2**20)
+        ('3 KiB', '3.4 MiB', '39 MiB')
+    """
     if not n:
         return "-"
-    return f"{n / 1024:,.0f} KiB" if n < 10 * 2**20 else f"{n / 2**20:,.0f} MiB"
+    return f"{n / 1024:,.0f} KiB" if n < 2**20 else f"{n / 2**20:,.{int(n < 10 * 2**20)}f} MiB"

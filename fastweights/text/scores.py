@@ -4,6 +4,7 @@ import gzip
 import itertools
 import lzma
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,23 @@ class Score:
     seconds: float
     state_bytes: int
     peak_bytes: int | None = None
+
+
+def in_bytes(text: Text, advance: Callable[[int], Any]) -> Callable[[int], None]:
+    """A function of tokens that were read, which tells `advance` their bytes: all of the text's in the end.
+
+    Every token counts as an equal share of the bytes: it is for a progress bar.
+    """
+    tokens = told = 0
+
+    def read(n: int) -> None:
+        nonlocal tokens, told
+        tokens += n
+        reached = len(text.data) * tokens // max(1, len(text.tokens))
+        advance(reached - told)
+        told = reached
+
+    return read
 
 
 def compressors(texts: list[Text]) -> dict[str, int]:

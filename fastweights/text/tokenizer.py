@@ -25,6 +25,7 @@ class Bytes:
     size = 257
     start = 256
     name = "bytes"
+    exact = True  # a token stands for the same bytes wherever it is
 
     def encode(self, data: bytes) -> np.ndarray:
         """(T,) int64 tokens of data."""
@@ -47,6 +48,9 @@ class Subwords:
 
     Ours see each byte as the character of that number (Latin-1), so that any bytes, text or not, come back as they
     were. Others see UTF-8; bytes that are not become U+FFFD.
+
+    Attributes:
+        exact: whether a token stands for the same bytes wherever it is; `streams` decodes where it does not.
     """
 
     def __init__(self, tokenizer: Any):
@@ -60,6 +64,10 @@ class Subwords:
                 f"{self.start - 1}, since the next one marks the start of a document"
             )
         self.latin = all(chr(b) in alphabet for b in range(256))
+        self.letters = {} if self.latin else _byte_level(tokenizer, alphabet)
+        self.exact = self.latin or bool(self.letters)
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.added = {number: b"" if token.special else token.content.encode() for number, token in added}
         self.name = "bpe-" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:12]
 
     @classmethod
@@ -75,7 +83,9 @@ class Subwords:
         if size < 257:
             raise FastWeightError(f"tokenizer is 'bpe:{size}'; expected a size of at least 257: every byte and more")
         tokenizer = Tokenizer(models.BPE())
-        words = Regex(r" ?[A-Za-z_\x80-\xff]+| ?\d{1,3}| ?[^\sA-Za-z_\x80-\xff\d]+|\n[ \t]*|\s+(?!\S)|\s")
+        some = "{1,256}"  # signs at most: training takes the square of a word's length, and some text has no blanks
+        letters, signs = r"[A-Za-z_\x80-\xff]", r"[^\sA-Za-z_\x80-\xff\d]"
+        words = Regex(rf" ?{letters}{some}| ?\d{{1,3}}| ?{signs}{some}|\n[ \t]{{0,256}}|\s{some}(?!\S)|\s")
         tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
         tokenizer.decoder = decoders.Fuse()
         trainer = trainers.BpeTrainer(
@@ -107,7 +117,15 @@ class Subwords:
         known = [int(t) for t in tokens if t < self.start]
         if self.latin:
             return "".join(self.tokenizer.id_to_token(t) for t in known).encode("latin-1")
+        if self.letters:
+            return b"".join(self._spelled(t) for t in known)
         return self.tokenizer.decode(known).encode()
+
+    def _spelled(self, token: int) -> bytes:
+        """The bytes of a byte-level token; a special one has none."""
+        if token in self.added:
+            return self.added[token]
+        return bytes(self.letters[letter] for letter in self.tokenizer.id_to_token(token))
 
     def lengths(self) -> np.ndarray:
         """Bytes per token of the vocabulary."""
@@ -116,6 +134,17 @@ class Subwords:
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a folder, where `load` finds it."""
         write_text(folder / FILE, self.tokenizer.to_str(pretty=True))
+
+
+def _byte_level(tokenizer: Any, alphabet: Iterable[str]) -> dict[str, int]:
+    """The byte that each letter of a byte-level tokenizer (as of GPT-2) stands for; empty for any other tokenizer."""
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        return {}
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # characters that one can see stand for themselves
+    hidden = [b for b in range(256) if b not in shown]
+    letters = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return letters if all(set(word) <= letters.keys() for word in alphabet if word not in added) else {}
 
 
 Tokenizer = Bytes | Subwords

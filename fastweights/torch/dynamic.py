@@ -13,7 +13,7 @@ batches, r_mean its mean over tensors, s the root of the sum of squares (the for
 import fnmatch
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -192,13 +192,20 @@ class DynamicEvaluation:
             for n, p in self.named.items():
                 p.copy_(self._trained[n])
 
-    def run(self, tokens: Tensor, *, progress: bool = False) -> DynamicResult:
+    def run(
+        self, tokens: Tensor, *, progress: bool = False, advance: Callable[[int], Any] = lambda n: None
+    ) -> DynamicResult:
         """Score tokens (B, T), learning as it goes; call again to go on learning from the same document.
 
         Weights and cache go on from call to call; a carried state and the context begin anew with each.
 
         Each segment is scored first and learned from afterwards. All rows of a batch share the weights that learn: for
         one document alone, B is 1.
+
+        Args:
+            tokens: (B, T).
+            progress: whether to draw a progress bar.
+            advance: advance(tokens) after every segment, for a bar of your own.
 
         Returns:
             A result with `losses` (B, T - 1) in nats, of every token but the first, `seconds`, `mean` and `perplexity`.
@@ -226,6 +233,7 @@ class DynamicEvaluation:
                 loss = self._mixed(seen, labels, loss)
             losses.append(loss)
             self._learn(grads)
+            advance(b - a)
         return DynamicResult(torch.cat(losses, 1), time.perf_counter() - start)
 
     def _mixed(self, seen, labels, losses):

@@ -7,12 +7,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 from fastweights.core import FastWeightError
 from fastweights.files import write_text
@@ -60,6 +71,27 @@ class Clock:
         return dict(tokens_per_second=speed, share_of_peak=speed * self.share)
 
 
+class Description(ProgressColumn):
+    """The description of a task on one line, of which a narrow terminal shows the beginning."""
+
+    def render(self, task: Task) -> Text:
+        """The description, cut where there is no more room."""
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
+def _columns() -> list[ProgressColumn]:
+    """Of the bar while a run trains: on a narrow terminal description and bar give way, steps and times stay whole."""
+    whole = Column(no_wrap=True)
+    left = TextColumn("{task.fields[left]}", style="cyan", table_column=whole)
+    return [
+        Description(table_column=Column()),
+        BarColumn(12, table_column=Column(max_width=12)),
+        MofNCompleteColumn(table_column=whole),
+        TimeElapsedColumn(table_column=whole),
+        left,
+    ]
+
+
 class Log:
     """What a run reports, as a context; `step` after every step, `point` where a line shall be kept.
 
@@ -83,9 +115,9 @@ class Log:
     ):
         self.path, self.bytes_per_token = run / metrics, bytes_per_token
         self.console = console or Console(quiet=True)
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=console is None)
-        self.task = self.progress.add_task("training", total=steps, completed=start)
+        self.progress = Progress(*_columns(), console=self.console, disable=console is None)
+        self.task = self.progress.add_task("training", total=steps, completed=start, left="")
+        self.began: tuple[float, float] | None = None  # the time of the first step, and the share of the run then
         self.write = write  # one of several processes does
         if write:
             _keep_until(self.path, start)
@@ -94,7 +126,7 @@ class Log:
     def __enter__(self) -> "Log":
         """Open the file of metrics and start the progress bar."""
         try:
-            self.file = open(self.path if self.write else os.devnull, "a")
+            self.file = open(self.path if self.write else os.devnull, "a", encoding="utf-8")
         except OSError as error:
             raise FastWeightError(f"cannot write {self.path}: {error.strerror}") from None
         if self.console.is_terminal:
@@ -130,9 +162,21 @@ class Log:
             loss: per token, in nats.
             speed: what `Clock.values` says.
         """
-        text = f"loss {loss:.3f}  {self.bits(loss):.3f} bits/byte  {_speed(speed)}"
+        text = f"{self.bits(loss):.3f} bits/byte  {speed['tokens_per_second']:,.0f} tokens/s"
         total = max(step, round(step / done)) if done else None
-        self.progress.update(self.task, completed=step, total=total, description=text)
+        left = self._left(done)
+        self.progress.update(self.task, completed=step, total=total, description=text, left=left)
+
+    def _left(self, done: float) -> str:
+        """How long the rest will take if it goes on as since the first step; nothing at that one.
+
+        Rich's own estimate starts anew whenever the total changes, as it does with every step of a run of minutes.
+        """
+        now = time.perf_counter()
+        began, before = self.began = self.began or (now, done)
+        if done <= before:
+            return ""
+        return f"{timedelta(seconds=round((now - began) * max(0.0, 1 - done) / (done - before)))} left"
 
     def point(self, **values: Any) -> None:
         """Keep the values of one step: a line of metrics.jsonl, and the same for TensorBoard.

@@ -1,6 +1,7 @@
 """The training loop: it goes on from any step as if it had never stopped."""
 
 import math
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -115,7 +116,8 @@ class Trainer:
                     about = dict(step=step, seconds=seconds, best=best)
                     checkpoints.save_last(self.run, self.model, self.optimizer, states, about, ranks)
                 if stopped and done < 1:
-                    lines.say(f"Stopped and saved at step {step}. Go on with: fastweights train {self.run} --resume")
+                    again = shlex.join(["fastweights", "train", str(self.run), "--resume"])
+                    lines.say(f"Stopped and saved at step {step}. Go on with: {again}")
                     return
 
     def report(self, lines: log.Log, step: int, loss: Tensor, done: float, clock: log.Clock) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def run_arm(name: str, arm: Arm, device: str, report: Report, *, capture: bool =
 def docstring(name: str) -> str:
     """The docstring of the experiment's file, which is read and not imported."""
     path = Path(__file__).parent.parent / "papers" / f"{name.replace('-', '_')}.py"
-    return ast.get_docstring(ast.parse(path.read_text())) or ""
+    return ast.get_docstring(ast.parse(path.read_bytes())) or ""
 
 
 def section(text: str, heading: str) -> str:

@@ -89,7 +89,9 @@ def _count_line(entry: Entry) -> str:
 
 def _links(folder: Path) -> list[str]:
     """A list of the other pages of the folder by their titles, pages of experiments last, in their order."""
-    titles = {p.name: p.read_text().partition("\n")[0].lstrip("# ") for p in sorted(folder.glob("*.md"))}
+    titles = {
+        p.name: p.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for p in sorted(folder.glob("*.md"))
+    }
     titles.pop(PAGE, None)
     experiments = [f"{name}.md" for name in EXPERIMENTS if f"{name}.md" in titles]
     others = [name for name in titles if name not in experiments]
