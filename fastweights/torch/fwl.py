@@ -385,4 +385,4 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return labels.long()
 
     def extra_repr(self) -> str:
-        return self.config.words
+        return self.config.summary
