@@ -15,7 +15,7 @@ def run(config, ops, p, x, labels, share, state, *, loop, fresh, cu_seqlens=None
     carry, parts)` then goes through the chunks.  fresh: nothing waits in the state.
     """
     if x.shape[1] == 0:
-        return fwl.nothing(config, ops, x, state, logits)
+        return fwl.empty_output(config, ops, x, state, logits)
     xp, C = ops.xp, config.refresh
     words = ops.aligned(p["unembed"], p["unembed_bias"])
     ready = p | dict(zip(("unembed", "unembed_bias"), words, strict=True))

@@ -142,7 +142,7 @@ def run(
         score: whether the loss is wanted.
     """
     if x.shape[1] == 0:
-        return fwl.nothing(config, ops, x, state, logits)
+        return fwl.empty_output(config, ops, x, state, logits)
     n, loss, state = read(
         config, ops, p, x, labels, weights, state, fresh=fresh, cu_seqlens=cu_seqlens, features=logits, score=score
     )
