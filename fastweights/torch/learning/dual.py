@@ -26,7 +26,7 @@ from fastweights.torch import cross_entropy
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.learning import dual_passes
 from fastweights.torch.learning.gathered import Gathered
-from fastweights.torch.learning.held_overlapped import Beside
+from fastweights.torch.side_stream import SideStream
 
 GROUP = 256  # tokens of chunks whose products with what is known of all of them are made at once
 
@@ -98,7 +98,7 @@ class Pass:
         e, E = w.e, self.E
         self.steps = -torch.cat([e[1:2].expand(self.F), e[3:4].expand(E), e[4:5].expand(E), e[5:6].expand(E)])
         self.chunks: list[Chunk] = []
-        self.beside = Beside(rows.x, priority=-1)  # half of what a chunk needs is made beside the other half
+        self.beside = SideStream(rows.x, priority=-1)  # half of what a chunk needs is made beside the other half
         self.passes = passes_for(rows.x, config)
         # By chunk: labels and how much a token counts (n, B, C).
         by_chunk = lambda y: y.view(self.B, self.n, self.C).transpose(0, 1).contiguous()  # noqa: E731
@@ -132,8 +132,8 @@ class Pass:
         for c in range(n):
             losses, vectors = self._chunk(c, h, vectors)
             found.append(losses)
-        self.beside.end()
-        self.gathered.beside.end()
+        self.beside.join_all()
+        self.gathered.beside.join_all()
         return torch.cat(found, 1)
 
     def _chunk(self, c, h, vectors):
@@ -158,7 +158,9 @@ class Pass:
         beside.join("carried")
         norm, features = passes.normal(y, b2, scale, shift, config.eps, more, left)
         flat, labels, learns = features.flatten(0, 1), self.labels[c].flatten(), c < self.n - 1
-        log_sum, head, _, _ = cross_entropy.score(flat, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
+        log_sum, head, _, _ = cross_entropy.score(
+            flat, w.words, w.c, labels, self.ones, want_dn=learns, want_dembedding=False
+        )
         with beside.fork("losses"):
             losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.C)
         if head is None:
@@ -220,7 +222,7 @@ class Pass:
         _add(dW2, self.A, self.DY)
         if exact:
             _add(dW2, self.DU, self.G2)
-        self.beside.end()
+        self.beside.join_all()
         return dx, Weights(dW1, dW2, dvectors, de, self.dwords, self.dc)
 
     def _chunk_backward(self, c):
@@ -229,7 +231,7 @@ class Pass:
         here, recent, left = self._here(c), self._recent(c), self.gathered.left[:, c]
         every, learns = self.room[c % 2], saved.u is not None
         dhead = dr = second = late = None
-        beside.turn()
+        beside.start_round()
         if learns:
             dr, dhead, second, late = self._writes_backward(c, saved, every)
         labels, counts = self.labels[c].flatten(), self.weights[c].flatten()
@@ -305,7 +307,7 @@ class Pass:
         norm, features = passes.normal(a @ w.W2, b2, scale, shift, self.config.eps)
         flat, labels = features.flatten(0, 1), rows.labels.flatten()
         log_sum, dn, dwords, dc = cross_entropy.score(
-            flat, w.words, w.c, labels, rows.slow.flatten(), gradient=True, learn=True
+            flat, w.words, w.c, labels, rows.slow.flatten(), want_dn=True, want_dembedding=True
         )
         losses = cross_entropy.losses(flat, w.words, w.c, labels, log_sum).view(self.B, self.L)
         assert dn is not None
@@ -376,7 +378,7 @@ class Pass:
 
 def _add(out, a, b):
     """out += a^T b over all tokens of (B, L, width) both."""
-    cross_entropy._add_product(out, a.flatten(0, 1).mT, b.flatten(0, 1))
+    cross_entropy.add_product(out, a.flatten(0, 1).mT, b.flatten(0, 1))
 
 
 def passes_for(x: Tensor, config: FWLConfig) -> Any:

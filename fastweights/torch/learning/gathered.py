@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.torch.learning.held_overlapped import Beside
+from fastweights.torch.side_stream import SideStream
 
 
 class Gathered:
@@ -53,7 +53,7 @@ class Gathered:
         for s in range(group, self.n - 1, group):
             reads = slice(s + 1, s + group + 1)
             self.left[:, reads] = mask[:, reads, s, None, None] * age
-        self.beside = Beside(kept, number=1)
+        self.beside = SideStream(kept, number=1)
         self.dS: Tensor | None = None
         self.coming: dict[int, tuple[Tensor, Tensor]] = {}
 

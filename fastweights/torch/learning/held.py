@@ -141,7 +141,7 @@ def step(
     rest: Sequence[Tensor] = state[3:6]
     if full:
         dtype = x.dtype
-        words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], dtype)
+        words, c = cross_entropy.embedding_rows(p["unembed"], p["unembed_bias"], dtype)
         whole = Whole(0, len(x), 0, C, True)
         _, learned = read(config, p, learned, rest, [whole], words, c, score=False)
         rest = tuple(torch.zeros_like(y) for y in rest)
@@ -268,7 +268,7 @@ def _score(n, words, c, labels, *, gradient=True):
     flat, y = n.flatten(0, 1), labels.flatten()
     if flat.is_cuda or len(flat) * len(words) > DIRECT:
         ones = torch.ones(y.shape, dtype=accumulation_dtype(n), device=n.device)
-        log_sum, dn, _, _ = cross_entropy.score(flat, words, c, y, ones, gradient=gradient, learn=False)
+        log_sum, dn, _, _ = cross_entropy.score(flat, words, c, y, ones, want_dn=gradient, want_dembedding=False)
         loss = cross_entropy.losses(flat, words, c, y, log_sum)
         return loss.view(labels.shape), None if dn is None else dn.view(n.shape)
     logits = torch.addmm(c, flat, words.mT)

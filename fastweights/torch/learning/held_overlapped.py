@@ -12,16 +12,14 @@ second layer's are brought up to date beside the backward pass of the first.
 Letters: N sequences, C tokens of a chunk, D inputs, F hidden, size outputs, V words.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy
+from fastweights.torch.side_stream import SideStream
 
 LOGITS = 2**26  # that are held at once
 LONGEST = 128  # tokens of a chunk, which one program takes
@@ -72,7 +70,7 @@ def read(
     z = x.new_empty(N * C, len(words))
     for m in range(min(2, K)):
         torch.bmm(chunks[:, m], low1, out=early[m])
-    beside = Beside(x)
+    beside = SideStream(x)
     for m in range(K):
         i, part = m % 2, slice(m * C, (m + 1) * C)
         beside.join("first", m)
@@ -94,7 +92,7 @@ def read(
             kernels.learn_first(W1, low1, chunks[:, m], half[i], r[i], steps, bias=m + 1 == K)
             if m + 2 < K:
                 torch.bmm(chunks[:, m + 2], low1, out=early[i])
-    beside.end()
+    beside.join_all()
     return losses[:, : tokens[0].shape[1]]
 
 
@@ -104,55 +102,3 @@ def filled(tokens: Sequence[Tensor], C: int) -> list[Tensor]:
     if not missing:
         return list(tokens)
     return [torch.cat([y, y.new_zeros(len(y), missing, *y.shape[2:])], 1) for y in tokens]
-
-
-class Beside:
-    """A second stream: what is forked starts after all that was launched so far, and ends before what joins it.
-
-    What it makes may be used once it was joined, and what it reads must live until then: `given` to a fork, it does
-    until the second `turn` after it.
-
-    Args:
-        x: a tensor on the device. On a CPU everything is done in order.
-        priority: -1 where the work is waited for, 0 where it gives way to a graph, whose own stream has -1.
-        number: which of the streams of this priority.
-    """
-
-    def __init__(self, x: Tensor, priority: int = 0, number: int = 0):
-        self.stream: Any = _second(x.device, priority, number) if x.is_cuda else None
-        self.main: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
-        self.ends: dict[Any, Any] = {}
-        self.given: tuple[list[Any], list[Any]] = [], []
-
-    def turn(self) -> None:
-        """What was given before the last turn is given up: it must have been joined."""
-        self.given = self.given[1], []
-
-    @contextmanager
-    def fork(self, *name: Any, given: tuple[Any, ...] = ()) -> Iterator[None]:
-        """What is launched inside runs on the second stream."""
-        self.given[1].extend(given)
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(self.main)
-        with torch.cuda.stream(self.stream):
-            yield
-            self.ends[name] = self.stream.record_event()
-
-    def join(self, *name: Any) -> None:
-        """Wait for what was forked under this name, if anything was."""
-        end = self.ends.pop(name, None)
-        if end is not None:
-            self.main.wait_event(end)
-
-    def end(self) -> None:
-        """Wait for all of it."""
-        if self.stream is not None:
-            self.main.wait_stream(self.stream)
-
-
-@cache
-def _second(device: torch.device, priority: int, number: int) -> torch.cuda.Stream:
-    """A second stream of a device that has this priority."""
-    return torch.cuda.Stream(device, priority=priority)

@@ -132,10 +132,10 @@ class Loss(torch.autograd.Function):
         s.a = passes.square(s.h)
         s.xhat, s.rstd, s.features = passes.normal(torch.addmm(b2, s.a, s.W2), s.scale, shift, config.eps)
         # Its loss is not wanted, only r, the gradient of each token's loss at its features.
-        s.words, s.c = cross_entropy.rows(E, c, dtype)
+        s.words, s.c = cross_entropy.embedding_rows(E, c, dtype)
         s.labels = labels
         s.log_sum, s.r, _, _ = cross_entropy.score(
-            s.features, s.words, s.c, labels, torch.ones_like(weights), gradient=True, learn=False
+            s.features, s.words, s.c, labels, torch.ones_like(weights), want_dn=True, want_dembedding=False
         )
 
         # The gradient at every layer, which is what the fast weights are changed by.
@@ -152,7 +152,7 @@ class Loss(torch.autograd.Function):
         )
         # The fast features are scored, and their gradient is made while the logits are there.
         log_sum_fast, s.dfeatures, s.dwords, s.dc = cross_entropy.score(
-            features_fast, s.words, s.c, labels, weights, gradient=learn, learn=learn
+            features_fast, s.words, s.c, labels, weights, want_dn=learn, want_dembedding=learn
         )
         losses = cross_entropy.losses(features_fast, s.words, s.c, labels, log_sum_fast)
         s.total = weights.sum().clamp(min=1e-8)

@@ -251,14 +251,14 @@ def _differentiates():
 def _words(p, x):
     """The output embedding in the dtype of the products, once for all chunks."""
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return cross_entropy.rows(p["unembed"], p["unembed_bias"], dtype)
+    return cross_entropy.embedding_rows(p["unembed"], p["unembed_bias"], dtype)
 
 
 def _with_words(ops, words, c):
     """ops whose head and loss have the output embedding ready."""
     return ops._replace(
-        head=lambda n, E, bias, labels: cross_entropy.scored(n, words, c, labels),
-        loss=lambda n, E, bias, labels: cross_entropy.scored(n, words, c, labels, gradient=False)[0],
+        head=lambda n, E, bias, labels: cross_entropy.loss_and_gradient(n, words, c, labels),
+        loss=lambda n, E, bias, labels: cross_entropy.loss_and_gradient(n, words, c, labels, gradient=False)[0],
     )
 
 

@@ -20,8 +20,8 @@ from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.learning import dual, walk
-from fastweights.torch.learning.held_overlapped import Beside
 from fastweights.torch.private import has_modes, is_watched
+from fastweights.torch.side_stream import SideStream
 
 DEVICES = ("cuda", "cpu")  # where it is the faster form
 WALKED = ("cpu",)  # where rows have weights of their own; elsewhere products with earlier tokens take their place
@@ -128,7 +128,7 @@ def objective(
         *(() if state is None else (S[:, 0] for S in state[:3])),  # as they are: `_work` has them in its own form
     )
     vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
-    words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
+    words, c = cross_entropy.embedding_rows(p["unembed"], p["unembed_bias"], low)
     w = dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c)
     plain = config.decay is None and documents == 1
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
@@ -178,7 +178,7 @@ def _work(config, plain, slow, last, w, rows):
         S1, S2 = (y.to(rows.x.dtype)[:, :-1] for y in (dense1, dense2))  # whole tensors are cast faster
         rows = rows._replace(S1=S1, S2=S2, vectors=torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1))
     passes = walk.Walk if rows.x.device.type in WALKED else dual.Pass
-    run, beside = passes(config, w, rows, plain=plain), Beside(rows.x)
+    run, beside = passes(config, w, rows, plain=plain), SideStream(rows.x)
     # Chunk after chunk a GPU is not full: what does not depend on the chunks is done beside them.
     with beside.fork("slow"):
         unlearned = run.slow() if slow else None
@@ -186,7 +186,7 @@ def _work(config, plain, slow, last, w, rows):
     with beside.fork("learned"):
         learned = _carried_on(config, run.learned(last), (dense1, dense2, norm), rows.kept, last)
     dx, dw = run.backward()
-    beside.end()
+    beside.join_all()
     value = (loss * rows.weights).sum()
     if unlearned is None:
         return value, loss, torch.zeros_like(loss), *learned, *dw, dx

@@ -102,7 +102,9 @@ class Walk(dual.Pass):
         """Losses of features n (B C, E), what the backward pass needs of the softmax, and where wanted r (B C, E)."""
         w = self.w
         if not self.few:
-            log_sum, r, _, _ = cross_entropy.score(n, w.words, w.c, labels, self.ones, gradient=learns, learn=False)
+            log_sum, r, _, _ = cross_entropy.score(
+                n, w.words, w.c, labels, self.ones, want_dn=learns, want_dembedding=False
+            )
             return cross_entropy.losses(n, w.words, w.c, labels, log_sum), log_sum, r
         log_p = torch.addmm(w.c, n, w.words.mT).log_softmax(1)
         at = labels[:, None]
