@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.torch.kernels.fwl import _back, _load, _store, _wide
+from fastweights.torch.kernels.fwl import _load, _standardise_backward, _store, _whole_row
 from fastweights.torch.kernels.fwl_dual_sums import counted, masked, summed, summed_backward  # noqa: F401
 
 BLOCK = 1024
@@ -78,7 +78,7 @@ def _write_second(
     x = _load(xhat + row * E, column, mask)
     dn = _load(head + row * E, column, mask) * tl.load(share + row).to(tl.float32)
     q = dn * _load(scale + b * scale_stride, column, mask)
-    g = tl.where(mask, _back(q, x, tl.load(rstd + row), E), 0.0)
+    g = tl.where(mask, _standardise_backward(q, x, tl.load(rstd + row), E), 0.0)
     _store(g2 + b * stride + t * E, column, g, mask)
     _store(v2 + b * stride + t * E, column, -g * tl.load(e + 2).to(tl.float32), mask)
     every += row * width + width - 3 * E
@@ -141,7 +141,7 @@ def _second_backward(
     dg = _with(dg, more, kept, kept_stride, b, row * E, column, mask)
     tl.store(dots + row, tl.sum(dv * g, 0))
     q = dn * scaled
-    dq = tl.where(mask, _back(dg, x, inverse, E), 0.0)
+    dq = tl.where(mask, _standardise_backward(dg, x, inverse, E), 0.0)
     along = tl.sum(q * x, 0) / E * dg + q * (tl.sum(x * dg, 0) / E)
     _store(dxhat + row * E, column, dgscale * dn - inverse * along, mask)
     tl.store(dstd + row, -inverse * tl.sum(dg * g, 0))
@@ -167,7 +167,7 @@ def _output(
     if SECOND:
         dx += _load(dxhat + row * E, column, mask)
         dscale += _load(every + E, column, mask)
-    g = _back(dx, x, tl.load(rstd + row), E)
+    g = _standardise_backward(dx, x, tl.load(rstd + row), E)
     if SECOND:
         g += x * (tl.load(dstd + row) / E)
     _store(dy + b * stride + t * E, column, g, mask)
@@ -211,7 +211,7 @@ def normal(y, bias, scale, shift, eps, more=None, kept=None):
     B, C, E = y.shape
     xhat, features, rstd = torch.empty_like(y), torch.empty_like(y), _row(y)
     _normal[(B * C,)](y, more, kept, bias, scale, shift, xhat, rstd, features, _stride(kept), bias.stride(0), C, E, eps,
-                      **_wide(E))  # fmt: skip
+                      **_whole_row(E))  # fmt: skip
     return Norm(xhat, rstd), features
 
 
@@ -219,7 +219,7 @@ def write_second(head, share, norm, scale, e, clip, g2, v2, every):
     """As dual_passes.write_second."""
     B, C, E = head.shape
     _write_second[(B * C,)](head, share, *norm, scale, e, g2, v2, every, scale.stride(0), g2.stride(0), C, E,
-                            every.shape[-1], **_wide(E))  # fmt: skip
+                            every.shape[-1], **_whole_row(E))  # fmt: skip
 
 
 def write_first(u, r, e, clip, v1, every, more=None, kept=None):
@@ -234,7 +234,7 @@ def first_backward(dv1, dsums, u, r, e, clip, du, dots):
     B, C, F = u.shape
     dr = torch.empty_like(u)
     _first_backward[(B * C,)](
-        dv1, dsums, u, r, e, du, dr, dots, dv1.stride(0), dsums.stride(0), du.stride(0), C, F, **_wide(F)
+        dv1, dsums, u, r, e, du, dr, dots, dv1.stride(0), dsums.stride(0), du.stride(0), C, F, **_whole_row(F)
     )
     return dr
 
@@ -245,7 +245,8 @@ def second_backward(dv2, dsums, used, head, share, norm, scale, g2, e, clip, dot
     dhead, dxhat, dstd = torch.empty_like(head), torch.empty_like(head), _row(head)
     _second_backward[(B * C,)](
         dv2, dsums, used, more, kept, head, share, *norm, scale, g2, e, dots, every, dhead, dxhat, dstd,
-        _stride(kept), dv2.stride(0), dsums.stride(0), scale.stride(0), g2.stride(0), C, E, every.shape[-1], **_wide(E),
+        _stride(kept), dv2.stride(0), dsums.stride(0), scale.stride(0), g2.stride(0), C, E, every.shape[-1],
+        **_whole_row(E),
     )  # fmt: skip
     return dhead, dxhat, dstd
 
@@ -255,7 +256,7 @@ def output(dfeatures, norm, scale, second, dy, every):
     B, C, E = dfeatures.shape
     dxhat, dstd = (norm.xhat, norm.rstd) if second is None else second
     _output[(B * C,)](dfeatures, *norm, scale, dxhat, dstd, dy, every, scale.stride(0), dy.stride(0), C, E,
-                      every.shape[-1], SECOND=second is not None, **_wide(E))  # fmt: skip
+                      every.shape[-1], SECOND=second is not None, **_whole_row(E))  # fmt: skip
 
 
 def hidden_backward(da, r, dr, dh, every, more=None, kept=None, late=None):
