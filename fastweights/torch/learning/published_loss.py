@@ -37,6 +37,7 @@ from fastweights.torch.learning.published_memory import (
     read_before_backward,
     sum_before,
 )
+from fastweights.torch.learning.steps import used_steps
 from fastweights.torch.packing import Sequences
 
 
@@ -79,11 +80,7 @@ def loss(
         Sequences.of(cu_seqlens, x.shape[1])  # raises if the offsets are wrong
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else params["dense1"].dtype
-    steps = params["steps"].exp() if config.log_steps else params["steps"]
-    if config.shared_norm_step:
-        steps = torch.cat([steps[:5], steps[4:5]])
-    if not config.fast_bias:
-        steps = steps * steps.new_tensor([1, 0, 1, 0, 1, 1])
+    steps = used_steps(config, params["steps"])
     chunk = config.chunk_size(x.shape[1], x.shape[2], config.hidden_width)
     if x.is_cuda and config.attn_chunks is None:
         chunk *= 2  # fewer, larger products, and half as many memories to keep

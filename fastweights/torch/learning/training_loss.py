@@ -20,6 +20,7 @@ from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
 from fastweights.torch.learning import dual, walk
+from fastweights.torch.learning.steps import used_steps
 from fastweights.torch.private import has_modes, is_watched
 from fastweights.torch.side_stream import SideStream
 
@@ -129,7 +130,8 @@ def objective(
     )
     vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
     words, c = cross_entropy.embedding_rows(p["unembed"], p["unembed_bias"], low)
-    w = dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c)
+    steps = used_steps(config, p["steps"]).to(wide)
+    w = dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, steps, words, c)
     plain = config.decay is None and documents == 1
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         value, loss, slow, *carried = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
@@ -290,11 +292,3 @@ def _state_after(config, rows, layout, carried, dtype) -> RefreshState:
         pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
         dense1, dense2, norm = (y[:, None] for y in carried)
         return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.left)
-
-
-def _steps(config, steps):
-    """The six steps as they are used: out of their logarithms, 0 for biases that stay, one for both of the norm."""
-    steps = steps.exp() if config.log_steps else steps
-    zero = torch.zeros_like(steps[:1])
-    first = steps[:4] if config.fast_bias else torch.cat([steps[:1], zero, steps[2:3], zero])
-    return torch.cat([first, steps[4:5], steps[4:5] if config.shared_norm_step else steps[5:6]])
