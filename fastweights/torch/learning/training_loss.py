@@ -43,14 +43,14 @@ class Trained(NamedTuple):
     Attributes:
         value: what is trained; the only one that can be differentiated.
         loss: (B, T), losses of the layer that learns.
-        slow: (B, T), losses of the trained weights alone; 0 if slow_share is 0, and on a CPU in the first chunks where
-            no token counts.
+        slow_loss: (B, T), losses of the trained weights alone; 0 if slow_share is 0, and on a CPU in the first chunks
+            where no token counts.
         state: the RefreshState after the last token of each row.
     """
 
     value: Tensor
     loss: Tensor
-    slow: Tensor
+    slow_loss: Tensor
     state: RefreshState
 
 
@@ -134,12 +134,12 @@ def objective(
     setting = Setting(config, config.decay is None and documents == 1, slow_share > 0)
     carried = () if state is None else tuple(S[:, 0] for S in state[:3])
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        value, loss, slow, *learned = Objective.apply(
+        value, loss, slow_loss, *learned = Objective.apply(
             setting, layout.last_chunk, *layer, *batch[:BATCH_FIELDS], *carried
         )
     places = flat_places(layout.place, n * C)
-    loss, slow = (y.flatten().index_select(0, places).view(B, T) for y in (loss, slow))
-    return Trained(value, loss, slow, _state_after(config, batch, layout, learned, params["dense1"].dtype))
+    loss, slow_loss = (y.flatten().index_select(0, places).view(B, T) for y in (loss, slow_loss))
+    return Trained(value, loss, slow_loss, _state_after(config, batch, layout, learned, params["dense1"].dtype))
 
 
 class Setting(NamedTuple):
