@@ -290,7 +290,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             ...     logits, state = block.step(torch.randn(1, 8), label, state)
             ...     label = logits.argmax(-1)  # the next token is known now, and will be learned with the next call
         """
-        self._check_normalizer("step: a stream does not know how many tokens will follow")
+        self._normalizer_as_number("step: a stream does not know how many tokens will follow")
         self._check_state(state, x.shape[0])
         if self.config.refresh is not None:
             return self._refreshed_step(x, previous_label, state, weight)
@@ -319,11 +319,11 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             x: (B, T, D), inputs of the kind that the block will see.
             factor: one for all steps.
         """
-        self._check_normalizer("start_steps: a step is a token's")
+        normalizer = self._normalizer_as_number("start_steps: a step is a token's")
         self.initialize_parameters(x)
         slow = fwl.slow_pass(self.config, OPS, self._weights(), x)
         sizes = [key.double().square().sum(-1).mean() + 1 for key in (x, slow.a, slow.xhat)]
-        steps = factor * self.config.normalizer / torch.stack(sizes).repeat_interleave(2)
+        steps = factor * normalizer / torch.stack(sizes).repeat_interleave(2)
         self.steps.copy_(steps.log() if self.config.log_steps else steps)
 
     def step_sizes(self) -> dict[str, float]:
@@ -340,10 +340,12 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         """`step` of a refreshed block.  full: whether a full chunk waits in every row, where the caller knows it."""
         return refresh.step(self.config, OPS, self._weights(), x, previous_label, state, weight, full)
 
-    def _check_normalizer(self, use):
-        """Raise FastWeightError unless the normalizer is a number.  use: which method needs that, and why."""
-        if isinstance(self.config.normalizer, str):
-            raise FastWeightError(f"normalizer is {self.config.normalizer!r}; expected a number of tokens for {use}")
+    def _normalizer_as_number(self, use: str) -> float:
+        """The normalizer; raises FastWeightError unless it is a number.  use: which method needs that, and why."""
+        normalizer = self.config.normalizer
+        if isinstance(normalizer, str):
+            raise FastWeightError(f"normalizer is {normalizer!r}; expected a number of tokens for {use}")
+        return normalizer
 
     def _check_state(self, state, sequences):
         """Raise FastWeightError unless `state` is a state of this block for as many sequences."""
