@@ -212,8 +212,8 @@ def _fast_layer_norm_backward(dfeatures, ratio, xhat, rstd, fast_scale, out, siz
     mask = column < size
     x = _load(xhat + row * size, column, mask)
     dn = _load(dfeatures + row * size, column, mask) * tl.load(ratio)
-    dxhat = dn * _load(fast_scale + row * size, column, mask)
     out += row * 3 * size
+    dxhat = dn * _load(fast_scale + row * size, column, mask)
     _store(out, column, _standardise_backward(dxhat, x, tl.load(rstd + row), size), mask)
     _store(out + size, column, dn * x, mask)
     _store(out + 2 * size, column, dn, mask)

@@ -135,8 +135,8 @@ def _softmax(
     column = tl.arange(0, SIZE)
     products = tl.load(embedding + label_of_row * size + column, mask=column < size, other=0.0).to(tl.float32)
     products *= tl.load(n + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    bias_of_label = tl.load(bias + label_of_row).to(tl.float32)
-    tl.store(loss + row // T * loss_stride + row % T, log_sum - tl.sum(products, 0) - bias_of_label)
+    loss_of_row = loss + row // T * loss_stride + row % T
+    tl.store(loss_of_row, log_sum - tl.sum(products, 0) - tl.load(bias + label_of_row).to(tl.float32))
 
 
 @triton.jit
