@@ -150,13 +150,13 @@ def _read_before(config, ops, q, k, v, S):
     """
     t = ops.cast(ops.arange(q.shape[1], q), q)
     earlier = ops.cast(t[:, None] > t[None, :], q)
-    left = ops.xp.ones_like(t)  # share of S that decay has left at token t
+    remaining = ops.xp.ones_like(t)  # the share of S that decay has left at token t
     if config.decay is not None:
-        left = config.decay**t
+        remaining = config.decay**t
         earlier = earlier * config.decay ** ((t[:, None] - t[None, :] - 1.0) * earlier)
     scores = ops.matmul(q, ops.xp.swapaxes(k, -1, -2)) * earlier
     q = _as_wide_as_memory(ops, q, S)
-    return ops.matmul(scores, v) + left[:, None] * ops.matmul(q, ops.cast(S[:, 0], q))
+    return ops.matmul(scores, v) + remaining[:, None] * ops.matmul(q, ops.cast(S[:, 0], q))
 
 
 def _learn(config, ops, k, v, S, close=True):
@@ -168,11 +168,11 @@ def _learn(config, ops, k, v, S, close=True):
     if close is not True:
         k = k * ops.cast(close, k)[:, None, None]
     if config.decay is not None:
-        left = config.decay**C
+        remaining = config.decay**C
         if close is not True:
             closes = ops.cast(close, S)[:, None, None, None]
-            left = left * closes + (1 - closes)
-        S = S * left
+            remaining = remaining * closes + (1 - closes)
+        S = S * remaining
         if config.within == "cumulative":
             t = ops.cast(ops.arange(C, k), k)
             k = k * (config.decay ** (C - 1.0 - t))[:, None]

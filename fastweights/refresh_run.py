@@ -75,8 +75,8 @@ def _aligned_memory(ops, S):
 
 def _laid_out(ops, waiting, new, index, valid):
     """Waiting tokens (N, C, ...) followed by new ones (N, T, ...), taken at `index` (N, L); 0 where not `valid`."""
-    both = ops.xp.concatenate([ops.cast(waiting, new), new], 1)
-    return _take(ops, both, index) * ops.cast(_with_axes_of(valid, new), new)
+    tokens = ops.xp.concatenate([ops.cast(waiting, new), new], 1)
+    return _take(ops, tokens, index) * ops.cast(_with_axes_of(valid, new), new)
 
 
 def _outputs_of_new(ops, y, places, length, unpack):

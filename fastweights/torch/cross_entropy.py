@@ -311,10 +311,10 @@ def _block_ranges(like, count, width):
 
     A range has at most BLOCK numbers on the device of `like`, when each of `count` rows or columns has `width`.
     """
-    most = max(1, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, width))
-    length = -(-count // max(1, -(-count // most)))
-    if most >= ALIGNED:
-        length = min(length + -length % ALIGNED, most - most % ALIGNED)
+    max_length = max(1, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, width))
+    length = -(-count // max(1, -(-count // max_length)))
+    if max_length >= ALIGNED:
+        length = min(length + -length % ALIGNED, max_length - max_length % ALIGNED)
     return [(start, min(start + length, count)) for start in range(0, count, max(1, length))]
 
 

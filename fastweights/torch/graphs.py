@@ -144,17 +144,17 @@ def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | st
         pool: memory pool of other graphs, to share their memory; no two of them may then be in use at once.
     """
     with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
-        own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
+        copies = tuple(torch.empty_like(x).copy_(x) for x in inputs)
         random = torch.cuda.get_rng_state()  # restored below, as if nothing had been drawn here
         stream = torch.cuda.Stream(priority=-1)  # goes before side streams of f, which may have priority 0
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            f(*own)  # compiles kernels and allocates the libraries' workspaces
+            f(*copies)  # compiles kernels and allocates the libraries' workspaces
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                outputs = f(*own)
+                outputs = f(*copies)
         except RuntimeError as error:
             reason = f"capturing failed: {str(error).splitlines()[0]}"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
@@ -163,13 +163,13 @@ def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | st
         torch.cuda.set_rng_state(random)
         graph.replay()
         torch.cuda.set_rng_state(random)
-        same = all(map(close, outputs, f(*own)))
+        same = all(map(close, outputs, f(*copies)))
         torch.cuda.set_rng_state(random)
         if not same:
             reason = "a replay gave other numbers than the call itself"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
             return reason
-    return Graph(graph, own, outputs)
+    return Graph(graph, copies, outputs)
 
 
 def close(got: Tensor, want: Tensor) -> bool:

@@ -293,11 +293,11 @@ def softmax(z: Tensor, n: Tensor, embedding: Tensor, bias: Tensor, labels: Tenso
         loss: (N, T), written.
     """
     V, size = embedding.shape
-    whole = V <= 16384
-    block = triton.next_power_of_2(V) if whole else 4096
+    one_block = V <= 16384
+    block = triton.next_power_of_2(V) if one_block else 4096
     _softmax[(len(z),)](
         z, n, embedding, bias, labels, labels.stride(0), loss, loss.stride(0), labels.shape[1], V, size,
-        WHOLE=whole, BLOCK=block, SIZE=triton.next_power_of_2(size), num_warps=8 if block <= 8192 else 16,
+        WHOLE=one_block, BLOCK=block, SIZE=triton.next_power_of_2(size), num_warps=8 if block <= 8192 else 16,
     )  # fmt: skip
 
 

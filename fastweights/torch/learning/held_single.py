@@ -67,7 +67,8 @@ def read(
     label_rows = embedding.index_select(0, labels[:, 0])
     ones = x.new_ones(len(x))
     shares_are_one = bool((shares == 1).all())
-    kept = 1.0 if config.decay is None else config.decay ** (config.refresh or 1)  # share that decay leaves of a chunk
+    # the share of what was learned that decay leaves after a chunk
+    remaining = 1.0 if config.decay is None else config.decay ** (config.refresh or 1)
     layer_norm, layer_norm_backward = torch.native_layer_norm, torch.ops.aten.native_layer_norm_backward
     outputs: list[tuple[Tensor | None, Tensor | None]] = []
     largest = (config.refresh or 1) * max(dense1.numel(), dense2.numel(), embedding.numel())
@@ -91,9 +92,9 @@ def read(
             gradients = layer_norm_backward(dn, y, norm_shape, mean, rstd, scale, shift, (True, True, True))
             dy, dscale, dshift = gradients
             half_dh = torch.mm(dy, dense2.mT).mul_(r)  # half of the gradient before the squared ReLU
-            if kept != 1.0:
+            if remaining != 1.0:
                 for w, trained in zip(stacks, trained_stacks, strict=True):
-                    w.lerp_(trained, 1.0 - kept)
+                    w.lerp_(trained, 1.0 - remaining)
             before = [w.clone() for w in stacks] if watching.steps else []
             W1.addmm_(keys[:, part], half_dh, alpha=-1)
             dense2.addmm_(a.mT, dy, alpha=-steps[2])

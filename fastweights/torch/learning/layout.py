@@ -77,14 +77,14 @@ def lay_out(waiting: list[int], new: list[int], C: int, *, held: bool) -> Layout
 
         Two chunks of two tokens are learned; the fifth token is answered, and waits.
     """
-    alike = len(set(zip(waiting, new, strict=True))) <= 1
+    same_lengths = len(set(zip(waiting, new, strict=True))) <= 1
     order: Any = range(len(new))  # not an array of NumPy, which torch.compile would trace
-    if not alike:
+    if not same_lengths:
         order = np.argsort([-w - n for w, n in zip(waiting, new, strict=True)], kind="stable")
     lengths = [waiting[i] + new[i] for i in order]
     waiting_of_rows = [waiting[i] for i in order]
     chunks = _chunk_slices(lengths, waiting_of_rows, C, held)
-    if alike:
+    if same_lengths:
         return Layout(lengths, chunks)
     total, width = sum(new), max(lengths)
     starts = np.cumsum([0, *new])[order]

@@ -84,11 +84,11 @@ def loss(
     chunk = config.chunk_size(x.shape[1], x.shape[2], config.hidden_width)
     if x.is_cuda and config.attn_chunks is None:
         chunk *= 2  # fewer, larger products, and half as many memories to keep
-    shape = ChunkShape.of(x.shape[0], x.shape[1], chunk)
+    shape = ChunkShape.for_tokens(x.shape[0], x.shape[1], chunk)
     missing = shape.length - x.shape[1]
     if missing:
         labels, weights, share = (torch.nn.functional.pad(y, (0, missing)) for y in (labels, weights, share))
-    decay = DecayFactors.of(shape, config.decay, x.shape[1], cu_seqlens, dtype, x.device)
+    decay = DecayFactors.for_shape(shape, config.decay, x.shape[1], cu_seqlens, dtype, x.device)
     names = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
     with torch.autocast(device, enabled=False), torch.cuda.device_of(x):
         return Loss.apply(

@@ -25,7 +25,7 @@ class ChunkShape(NamedTuple):
     C: int
 
     @classmethod
-    def of(cls, B: int, T: int, C: int) -> "ChunkShape":
+    def for_tokens(cls, B: int, T: int, C: int) -> "ChunkShape":
         """For B sequences of T tokens: chunks of equal length, at most C, rounded up to a multiple of 8.
 
         Matrix units of a GPU are fast at such sizes.
@@ -63,7 +63,7 @@ class DecayFactors(NamedTuple):
     over_chunk: Any = None
 
     @classmethod
-    def of(
+    def for_shape(
         cls, shape: ChunkShape, decay: float | None, T: int, cu_seqlens: Tensor | None, dtype: torch.dtype, device: Any
     ) -> "DecayFactors":
         """The factors of sequences of T tokens.

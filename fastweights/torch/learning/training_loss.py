@@ -168,8 +168,10 @@ class Objective(torch.autograd.Function):
         """
 
         def compute(last_chunk: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            layer, rest = Weights(*tensors[: len(Weights._fields)]), tensors[len(Weights._fields) :]
-            return _compute(setting, last_chunk, layer, Batch(*rest[:BATCH_FIELDS]), rest[BATCH_FIELDS:])
+            end_of_layer = len(Weights._fields)
+            end_of_batch = end_of_layer + BATCH_FIELDS
+            layer, batch = Weights(*tensors[:end_of_layer]), Batch(*tensors[end_of_layer:end_of_batch])
+            return _compute(setting, last_chunk, layer, batch, carried=tensors[end_of_batch:])
 
         key = "objective", *setting, len(tensors)
         value, *others = graphs.call(key, compute, (last_chunk, *tensors))
@@ -253,8 +255,8 @@ def _carried_on(config, learned, carried, carried_factors, last_chunk):
     blocks = (S1, b1), (S2, b2), (norm,)
     if not carried:
         return [torch.cat(y, 1) for y in blocks]
-    left = carried_factors.gather(1, last_chunk[:, None])[..., None]
-    return [_scaled_plus_blocks(S, left, y) for S, y in zip(carried, blocks, strict=True)]
+    remaining = carried_factors.gather(1, last_chunk[:, None])[..., None]
+    return [_scaled_plus_blocks(S, remaining, y) for S, y in zip(carried, blocks, strict=True)]
 
 
 def _scaled_plus_blocks(old, factor, blocks):
