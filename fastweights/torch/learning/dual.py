@@ -9,11 +9,13 @@ with earlier tokens, as in attention:
     u_c = g2_c (W2 + k_c S2)^T     + sum_{j<c} m_cj (g2_c v2_j^T) a_j     g1 = 2 relu(h) u
 
 Letters are those of loss_form.py; m_cj is `Batch.read_factors`, k_c `Batch.carried_factors`, S1 and S2 what was
-carried. The vectors of a chunk are sums over chunks too. The mathematics is that of fastweights/refresh.py.
+carried. What the vectors (biases, scale and shift) learn is a sum over earlier chunks too. The mathematics is that of
+fastweights/refresh.py.
 
-Products with tokens of chunks are made for a group of chunks at once where they are known: x_c x_j^T v1_j of earlier
-groups, and in the backward pass gradients by later groups. What earlier groups taught the second layer is gathered into
-weights (gathered.py). Half of what a chunk needs is computed on a side stream during the other half.
+To keep a GPU busy, chunks form groups of about TOKENS_PER_GROUP tokens. What earlier groups taught the first layer is
+added to all chunks of a group by one product, and so are, in the backward pass, gradients by later groups. What earlier
+groups taught the second layer is gathered into weights of every row (gathered.py). Where a chunk needs two products,
+one of them runs on a side stream.
 """
 
 from typing import Any, NamedTuple
@@ -56,7 +58,8 @@ class DualForm(LossForm):
     """The dual form of one batch of rows; call `forward`, then `backward`.
 
     Attributes:
-        A, V1, V2, G2: (B, L, width), a, v1, v2 and g2 of all tokens; DH, DU, DY the gradients dh, du and dy.
+        A, V1, V2, G2: (B, L, width), a, v1, v2 and g2 of all tokens, 0 in the last chunk for the latter three; DH, DU,
+            DY the gradients dh, du and dy.
         scores_xx: (B, L, L), x x^T of all tokens times read_factors.
         scores_aa, scores_gv: (B, L, group C), a a^T and g2 v2^T of every token (row) with the recent tokens before its
             chunk, those that were not gathered (column), times read_factors; scores_ua, scores_yv: the same of du a^T
@@ -182,10 +185,9 @@ class DualForm(LossForm):
         """What each row has learned in this window before its chunk `last` (B,): changes of W1, W2 and the vectors."""
         row = torch.arange(self.B, device=last.device)
         factors = self.batch.read_factors[row, last]  # (B, n)
-        v1 = self.passes.multiply_chunks(self.V1, factors, self.C)
-        S1 = cross_entropy.wide_product(self.batch.x.mT, v1, self.wide)
-        v2 = self.passes.multiply_chunks(self.V2, factors, self.C)
-        S2 = cross_entropy.wide_product(self.A.mT, v2, self.wide)
+        passes, product, x = self.passes, cross_entropy.wide_product, self.batch.x
+        S1 = product(x.mT, passes.multiply_chunks(self.V1, factors, self.C), self.wide)
+        S2 = product(self.A.mT, passes.multiply_chunks(self.V2, factors, self.C), self.wide)
         return S1, S2, torch.bmm(factors[:, None], self.changes)[:, 0]
 
     def backward(self) -> tuple[Tensor, Weights]:
