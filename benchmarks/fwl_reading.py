@@ -58,7 +58,7 @@ def main():
     row = torch.randint(vocab - 1, (batch, given.segment + 1), device=given.device)
     states = dict.fromkeys(ways)
     seconds, host = ({name: [] for name in ways} for _ in range(2))
-    most = graphs.MAX_GRAPHS
+    most = graphs.MOST
     with torch.no_grad(), autocast:
         for round in range(given.rounds + 4):
             for name, (_, _, learn, graph) in ways.items():

@@ -96,10 +96,23 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     ):
         super().__init__()
         self.config = fwl_config.FWLConfig(
-            size, vocab_size, attn_chunks, hidden=hidden, normalizer=normalizer, step_size=step_size,
-            fast_bias=fast_bias, shared_norm_step=shared_norm_step, rule=rule, decay=decay, clip=clip,
-            first_order=first_order, eps=eps, refresh=refresh, within=within, log_steps=log_steps,
-        )  # fmt: skip
+            size,
+            vocab_size,
+            attn_chunks,
+            hidden=hidden,
+            normalizer=normalizer,
+            step_size=step_size,
+            fast_bias=fast_bias,
+            shared_norm_step=shared_norm_step,
+            rule=rule,
+            decay=decay,
+            clip=clip,
+            first_order=first_order,
+            eps=eps,
+            refresh=refresh,
+            within=within,
+            log_steps=log_steps,
+        )
         if unembed is not None and tuple(unembed.shape) != (vocab_size, size):
             raise FastWeightError(
                 f"unembed has shape {tuple(unembed.shape)}; expected ({vocab_size}, {size}): "

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastweights.torch import private
 
 HAS_TRITON = find_spec("triton") is not None
-MAX_GRAPHS = 16  # kept at a time; each holds the memory of its call
+MOST = 16  # graphs that are kept at a time; each holds the memory of its call
 
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -122,12 +122,12 @@ def _full_key(key, inputs):
 def _store(key, graph):
     """Store a graph, None or a reason under a key as the newest one, and drop the oldest beyond the limits.
 
-    MAX_GRAPHS graphs are kept, and 64 times as many keys.
+    At most MOST graphs are kept, and 64 times as many keys.
     """
     _calls[key] = graph
     _calls.move_to_end(key)
     captured = [k for k, known in _calls.items() if isinstance(known, Graph)]
-    for old in (*captured[:-MAX_GRAPHS], *list(_calls)[: -64 * MAX_GRAPHS]):
+    for old in (*captured[:-MOST], *list(_calls)[: -64 * MOST]):
         del _calls[old]
 
 
