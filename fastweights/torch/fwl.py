@@ -1,7 +1,5 @@
-"""`FWLBlock`: Fast Weight Layers for PyTorch.
-
-The block holds the parameters and checks its arguments. The mathematics is in fastweights/fwl.py (the published layer)
-and fastweights/refresh.py (the refreshed one), faster ways to compute it are in torch/learning/.
+"""Fast Weight Layers for PyTorch: parameters and checks. The mathematics is in fastweights/fwl.py (the published layer)
+and fastweights/refresh.py (the refreshed one), faster ways to compute it in torch/learning/.
 """
 
 from typing import Any
@@ -144,10 +142,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                 nn.init.constant_(p, constants.get(name, 0.0))
 
     def initialize_parameters(self, x: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the first layer's weight as wide as x, at the first call.
-
-        PyTorch's lazy modules call this hook with all arguments of the call.
-        """
+        """Make the first layer's weight as wide as x: a hook that PyTorch's lazy modules call at the first call."""
         if self.has_uninitialized_params():
             if is_transformed():
                 raise FastWeightError(
@@ -316,8 +311,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
     def label_waiting(self, label: Tensor, state: RefreshState) -> RefreshState:
         """The state of a refreshed block with the label (B,) of its newest token; a label that is there already stays.
 
-        A stream that was cut after a token learns from that token only when it gets the label, by this method or as
-        `previous_label` of the next call.
+        A stream that was cut after a token learns from it only once it has the label: by this, or by `previous_label`.
         """
         return labelled(self.config, OPS, state, label, torch.ones_like(label))
 
