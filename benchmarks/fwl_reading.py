@@ -83,7 +83,7 @@ def main():
         ratio, launched = np.median(memory / np.array(spent)), np.median(host[name]) / np.median(spent)
         also = f"   the host was done after {launched:.2f} of the time" if gpu else ""
         print(f"{name:34} {speed:12,.0f} tokens/s   {ratio:.3f} of carried memory{also}")
-    held = [known for known in graphs._known.values() if known is not None]
+    held = [known for known in graphs._calls.values() if known is not None]
     print(f"graphs kept: {sum(not isinstance(k, str) for k in held)} of at most {most}; refused: "
           f"{[k for k in held if isinstance(k, str)]}")  # fmt: skip
     if not given.no_training:

@@ -1,14 +1,30 @@
-"""Fast Weight Layers (Clark et al. 2022), once, for every framework.
+"""The published Fast Weight Layer (Clark et al. 2022), written once for every framework.
 
-A block of dense, squared ReLU, dense and layer norm sits between a causal body and the output embedding. A slow pass
-scores every token and a hand-written backward gives each token's gradient at each layer; the fast pass then answers
-token t with parameters minus step sizes times the summed gradients of the tokens before t, all t at once:
+`FWLBlock` of each framework checks its arguments and calls `forward` for whole sequences, `step` for one token of a
+stream, or `objective` for training. (PyTorch trains most published layers by torch/learning/published_loss.py instead,
+the same mathematics by hand.) The refreshed layer of refresh.py is made of the same passes.
+
+The block is dense, squared ReLU, dense, layer norm; it sits between a causal body, whose output is x, and the output
+embedding:
+
+    h1 = x dense1 + bias1     a = relu(h1)^2     h2 = a dense2 + bias2     xhat = (h2 - mean h2) / std h2
+    n = xhat scale + shift    logits = n unembed + unembed_bias
+
+The slow pass computes all of this with the trained parameters, and a hand-written backward pass gives the gradient g
+of each token's loss at the output of each layer. The fast pass then answers token t with parameters minus step sizes
+times the summed gradients of the tokens before t, for all t at once:
 
     dense    x~_t W - sum_{s<t} (x~_t . x_s) step g_s      a `fast_weight` memory: q = x~, k = x, v = -step g
     norm     scale - sum_{s<t} step g_s xhat_s, shift - sum_{s<t} step g_s      the same with the constant 1 as q and k
 
-x is the slow input of a layer, x~ its fast input, g the slow gradient at its output. A bias is one more input that is
-always 1. Shapes: B batch, T tokens, D width of the body, F hidden width, size, V vocabulary.
+Here x is the slow input of a layer and x~ its fast input. A bias is one more input that is always 1. So the block has
+three memories: of the first layer (0), of the second (1) and of the norm (2).
+
+Shapes: B batch, T tokens, D width of the body, F hidden width, size, V vocabulary. Arguments that most functions take:
+
+    config     an `FWLConfig`, the arguments of the block
+    ops        the framework's array functions, an `Ops` of framework.py
+    params     the parameters by name, with the shapes of `FWLConfig.shapes`
 """
 
 import math
@@ -17,8 +33,16 @@ from typing import Any, NamedTuple
 from fastweights.fwl_config import STEPS, FWLOutput, FWLState
 
 
-class Slow(NamedTuple):
-    """A slow pass: the input and output of each layer that its backward and the fast pass need."""
+class SlowPass(NamedTuple):
+    """What a slow pass computed, as far as its backward pass and the fast pass need it; letters as at the top.
+
+    Attributes:
+        h1: (B, T, F), output of the first layer.
+        a: (B, T, F), its squared ReLU, the input of the second layer.
+        xhat: (B, T, size), the standardised output of the second layer.
+        std: (B, T, 1), its standard deviation.
+        n: (B, T, size), the features.
+    """
 
     h1: Any
     a: Any
@@ -27,199 +51,221 @@ class Slow(NamedTuple):
     n: Any
 
 
-def slow_pass(config, ops, p, x):
-    h1 = ops.matmul(x, p["dense1"]) + p["bias1"]
+def slow_pass(config, ops, params, x):
+    """The `SlowPass` of x (B, T, D)."""
+    h1 = ops.matmul(x, params["dense1"]) + params["bias1"]
     r = ops.nn.relu(h1)
     a = r * r
-    xhat, std = _standardise(config, ops, ops.matmul(a, p["dense2"]) + p["bias2"])
-    return Slow(h1, a, xhat, std, xhat * p["scale"] + p["shift"])
+    xhat, std = _standardise(config, ops, ops.matmul(a, params["dense2"]) + params["bias2"])
+    return SlowPass(h1, a, xhat, std, xhat * params["scale"] + params["shift"])
 
 
-def slow_backward(config, ops, p, slow, dn):
-    """Gradients at the outputs of both dense layers and of scale and shift, per token, from that of n (B, T, size).
+def slow_backward(config, ops, params, slow, dn):
+    """The gradient of each token's loss at four places, from that at its features.
 
     Args:
-        config: arguments of the block.
-        ops: what the framework brings.
-        p: parameters by name.
-        slow: what the slow pass returned.
-        dn: (B, T, size), the gradient at its features.
+        config, ops, params: as at the top of this file.
+        slow: the `SlowPass` of the tokens.
+        dn: (B, T, size), the gradient at the features n.
+
+    Returns:
+        The gradients at h1 (B, T, F), at h2, of scale and of shift (B, T, size).
     """
-    dxhat = dn * p["scale"]
-    mean = lambda y: ops.xp.sum(y, -1)[..., None] / config.size  # noqa: E731
-    g2 = (dxhat - mean(dxhat) - slow.xhat * mean(dxhat * slow.xhat)) / slow.std
-    g1 = ops.matmul(g2, ops.xp.swapaxes(p["dense2"], -1, -2)) * 2.0 * ops.nn.relu(slow.h1)
+    dxhat = dn * params["scale"]
+    mean = _row_mean(config, ops, dxhat)
+    g2 = (dxhat - mean - slow.xhat * _row_mean(config, ops, dxhat * slow.xhat)) / slow.std
+    g1 = ops.matmul(g2, ops.xp.swapaxes(params["dense2"], -1, -2)) * 2.0 * ops.nn.relu(slow.h1)
     return g1, g2, dn * slow.xhat, dn
 
 
-def write(config, ops, p, x, slow, dn):
-    """Keys and values of the three memories for the gradient dn of the slow features: ((k, v), (k, v), (k, v)).
+def write(config, ops, params, x, slow, dn):
+    """What each token writes into the three memories: ((k, v), (k, v), (k, v)).
 
     Args:
-        config: arguments of the block.
-        ops: what the framework brings.
-        p: parameters by name.
+        config, ops, params: as at the top of this file.
         x: (B, T, D), inputs of the block.
-        slow: what the slow pass returned.
-        dn: (B, T, size), the gradient at its features.
+        slow: their `SlowPass`.
+        dn: (B, T, size), the gradient at the features of each token's loss times its share (its weight over the
+            normaliser).
+
+    Returns:
+        Keys and values: (B, T, D + 1) and (B, T, F) of the first layer, (B, T, F + 1) and (B, T, size) of the second,
+        (B, T, 1) and (B, T, 2 size) of the norm. Step sizes are in the keys of the layers and in the norm's values.
     """
     xp = ops.xp
-    gradients = slow_backward(config, ops, p, slow, dn)
+    gradients = slow_backward(config, ops, params, slow, dn)
     keys: Any = (x, slow.a)
     if config.first_order:
         gradients, keys = [ops.stop(g) for g in gradients], [ops.stop(k) for k in keys]
     if config.clip is not None:
         gradients = [_clipped(xp, g, config.clip) for g in gradients]
     g1, g2, gscale, gshift = gradients
-    steps = xp.exp(p["steps"]) if config.log_steps else p["steps"]
+    steps = xp.exp(params["steps"]) if config.log_steps else params["steps"]
     step = dict(zip(STEPS, [steps[i] for i in range(len(STEPS))], strict=True))
     if config.shared_norm_step:
         step["shift"] = step["scale"]
-    k1 = _with_one(ops, keys[0] * step["dense1"], step["bias1"] if config.fast_bias else 0.0)
-    k2 = _with_one(ops, keys[1] * step["dense2"], step["bias2"] if config.fast_bias else 0.0)
+    k1 = _with_bias_input(ops, keys[0] * step["dense1"], step["bias1"] if config.fast_bias else 0.0)
+    k2 = _with_bias_input(ops, keys[1] * step["dense2"], step["bias2"] if config.fast_bias else 0.0)
     one = xp.ones_like(x[..., :1])
     norm = xp.concatenate([gscale * step["scale"], gshift * step["shift"]], -1)
     return (k1, -g1), (k2, -g2), (one, -norm)
 
 
-def read(config, ops, p, x, slow, memory):
-    """The fast features (B, T, size).  memory(i, q) is what memory i of `write` answers to q, before each token."""
-    h1 = slow.h1 + memory(0, _with_one(ops, x, 1.0))
+def read(config, ops, params, x, slow, memory):
+    """The fast features (B, T, size): the block's output with the parameters as the memories have changed them.
+
+    Args:
+        config, ops, params: as at the top of this file.
+        x: (B, T, D), inputs of the block.
+        slow: their `SlowPass`.
+        memory: memory(i, q) is what memory i (0, 1 or 2) answers to the queries q of all tokens.
+    """
+    h1 = slow.h1 + memory(0, _with_bias_input(ops, x, 1.0))
     r = ops.nn.relu(h1)
     a = r * r
-    h2 = ops.matmul(a, p["dense2"]) + p["bias2"] + memory(1, _with_one(ops, a, 1.0))
+    h2 = ops.matmul(a, params["dense2"]) + params["bias2"] + memory(1, _with_bias_input(ops, a, 1.0))
     xhat, _ = _standardise(config, ops, h2)
     change = memory(2, ops.xp.ones_like(x[..., :1]))
-    scale, shift = p["scale"] + change[..., : config.size], p["shift"] + change[..., config.size :]
+    scale, shift = params["scale"] + change[..., : config.size], params["shift"] + change[..., config.size :]
     return xhat * scale + shift
 
 
-def forward(config, ops, p, x, labels, weights, state=None, *, previous_label=None, cu_seqlens=None, logits=True):
-    """FWLOutput for x (B, T, D), labels (B, T) and weights (B, T); without logits, only losses.
+def forward(config, ops, params, x, labels, weights, state=None, *, previous_label=None, cu_seqlens=None, logits=True):
+    """The `FWLOutput` of whole sequences.
 
     Args:
-        config: arguments of the block.
-        ops: what the framework brings.
-        p: parameters by name.
+        config, ops, params: as at the top of this file.
         x: (B, T, D), output of a causal body.
-        labels, weights: (B, T).
-        state: of an earlier call, or None.
+        labels: (B, T), what each token's loss is measured against: the next token.
+        weights: (B, T), how much each label counts; 0 where there is none.
+        state: the FWLState of an earlier call, or None.
         previous_label: (B,), label of the token that waits in the state, or None.
         cu_seqlens: (N + 1,) offsets of packed documents, or None.
-        logits: whether they are wanted.
+        logits: False leaves the logits None and never holds them whole.
     """
     if previous_label is not None:
-        state = learn_waiting(config, ops, p, previous_label, state)
+        state = learn_waiting(config, ops, params, previous_label, state)
     if x.shape[1] == 0:
-        return nothing(config, ops, x, state, logits)
-    n, words, slow_loss, state = _features(config, ops, p, x, labels, weights, state, cu_seqlens)
-    fast = ops.matmul(n, p["unembed"]) + p["unembed_bias"] if logits else None
-    loss = ops.cross_entropy(fast, labels) if logits else ops.loss(n, *words, labels)
-    return FWLOutput(fast, loss, slow_loss, state)
+        return empty_output(config, ops, x, state, logits)
+    n, embedding, slow_loss, state = _fast_features(config, ops, params, x, labels, weights, state, cu_seqlens)
+    fast_logits = ops.matmul(n, params["unembed"]) + params["unembed_bias"] if logits else None
+    loss = ops.cross_entropy(fast_logits, labels) if logits else ops.loss(n, *embedding, labels)
+    return FWLOutput(fast_logits, loss, slow_loss, state)
 
 
-def objective(config, ops, p, x, labels, weights, cu_seqlens=None):
-    """The weighted mean of the fast losses over tokens, to be trained: its gradients are made with it.
+def objective(config, ops, params, x, labels, weights, cu_seqlens=None):
+    """The training loss: the mean of the fast losses over tokens, weighted with `weights`.
 
-    Args:
-        config, ops, p: arguments of the block, what the framework brings, and parameters by name.
-        x: (B, T, D), output of a causal body.
-        labels, weights: (B, T).
-        cu_seqlens: (N + 1,) offsets of packed documents, or None.
+    `ops.summed` computes the gradients together with the value. Arguments are those of `forward`.
     """
     total = _at_least(ops.xp, ops.xp.sum(weights), 1e-8)
     if x.shape[1] == 0:
         return ops.xp.sum(x[:, :, 0] * ops.cast(weights, x)) / total
-    n, words, _, _ = _features(config, ops, p, x, labels, weights, None, cu_seqlens)
-    return ops.summed(n, *words, labels, weights) / total
+    n, embedding, _, _ = _fast_features(config, ops, params, x, labels, weights, None, cu_seqlens)
+    return ops.summed(n, *embedding, labels, weights) / total
 
 
-def _features(config, ops, p, x, labels, weights, state, cu_seqlens):
-    """(fast features (B, T, size), output embedding and bias for a loss, slow losses (B, T), state after x).
+def _fast_features(config, ops, params, x, labels, weights, state, cu_seqlens):
+    """Slow pass, its backward pass and fast pass, with the arguments of `forward`.
 
-    Args:
-        config, ops, p: arguments of the block, what the framework brings, and parameters by name.
-        x: (B, T, D), output of a causal body.
-        labels, weights: (B, T).
-        state: of an earlier call, or None.
-        cu_seqlens: (N + 1,) offsets of packed documents, or None.
+    Returns:
+        The fast features (B, T, size); the output embedding and its bias, aligned as the device wants them; the losses
+        of the slow pass (B, T); the FWLState after x.
     """
-    slow, words = slow_pass(config, ops, p, x), ops.aligned(p["unembed"], p["unembed_bias"])
-    slow_loss, dn = ops.head(slow.n, *words, labels)
+    slow, embedding = slow_pass(config, ops, params, x), ops.aligned(params["unembed"], params["unembed_bias"])
+    slow_loss, dn = ops.head(slow.n, *embedding, labels)
     share = weights / normalization(config, ops, weights, cu_seqlens)
-    written = write(config, ops, p, x, slow, dn * ops.cast(share, dn)[..., None])
+    written = write(config, ops, params, x, slow, dn * ops.cast(share, dn)[..., None])
     before = (None, None, None) if state is None else state[:3]
     after = [None, None, None]
-    pending, waiting, waits = unlearned(ops, x, weights, cu_seqlens)
+    pending, waiting, waits = find_waiting(ops, x, weights, cu_seqlens)
 
     def memory(i, q):
-        (k, v), how = written[i], dict(writes=weights > 0, ages=1 - waits, cu_seqlens=cu_seqlens)
-        answer, after[i] = remember(config, ops, q, k, v, before[i], **how)
+        k, v = written[i]
+        answer, after[i] = write_and_read(
+            config, ops, q, k, v, before[i], writes=weights > 0, ages=1 - waits, cu_seqlens=cu_seqlens
+        )
         return answer
 
-    n = read(config, ops, p, x, slow, memory)
-    return n, words, slow_loss, FWLState(*[*after, pending, waiting])
+    n = read(config, ops, params, x, slow, memory)
+    return n, embedding, slow_loss, FWLState(*[*after, pending, waiting])
 
 
-def nothing(config, ops, x, state, logits):
-    """FWLOutput for x (B, 0, D), no tokens: the state stays as it was."""
+def empty_output(config, ops, x, state, logits):
+    """The FWLOutput of no tokens, x (B, 0, D): the state stays as it was.  logits: whether to return (B, 0, V) logits.
+
+    All results are made from x, so that a gradient can be asked for.
+    """
     loss = x[:, :, 0]
-    return FWLOutput(
-        ops.xp.broadcast_to(x[..., :1], (x.shape[0], 0, config.vocab_size)) if logits else None, loss, loss, state
-    )
+    no_logits = ops.xp.broadcast_to(x[..., :1], (x.shape[0], 0, config.vocab_size)) if logits else None
+    return FWLOutput(no_logits, loss, loss, state)
 
 
-def step(config, ops, p, x, label, weight, state):
-    """(logits (B, V), state) for one token of each sequence.
+def step(config, ops, params, x, label, weight, state):
+    """Logits (B, V) of one new token of each sequence, and the FWLState after it.
+
+    The token that waits in the state is learned first; then the new token is answered, and waits.
 
     Args:
-        config: arguments of the block.
-        ops: what the framework brings.
-        p: parameters by name.
-        x: (B, D), features of one token of each sequence.
-        label, weight: (B,), of the token before it.
-        state: what the last call returned.
+        config, ops, params: as at the top of this file.
+        x: (B, D), the body's output for the new token.
+        label, weight: (B,), of the token that waits in the state.
+        state: the FWLState after the token before.
     """
-    written, how = waiting(config, ops, p, label, weight, state)
+    written, writes, ages = _writes_of_waiting(config, ops, params, label, weight, state)
     after = [None, None, None]
 
     def memory(i, q):
         k, v = written[i]
-        answer, after[i] = remember(config, ops, q, k, v, state[i], read="after", **how)
+        answer, after[i] = write_and_read(config, ops, q, k, v, state[i], writes=writes, ages=ages, read="after")
         return answer
 
     x = x[:, None]
-    n = read(config, ops, p, x, slow_pass(config, ops, p, x), memory)
-    logits = ops.matmul(n, p["unembed"]) + p["unembed_bias"]
+    n = read(config, ops, params, x, slow_pass(config, ops, params, x), memory)
+    logits = ops.matmul(n, params["unembed"]) + params["unembed_bias"]
     return logits[:, 0], FWLState(*[*after, x[:, 0], ops.xp.ones_like(state.waiting)])
 
 
-def learn_waiting(config, ops, p, label, state):
-    """The state once the tokens that wait in it have been learned.  label (B,): theirs."""
-    written, how = waiting(config, ops, p, label, ops.xp.ones_like(state.waiting), state)
-    after = [remember(config, ops, k, k, v, S, **how)[1] for (k, v), S in zip(written, state[:3], strict=True)]
+def learn_waiting(config, ops, params, label, state):
+    """The FWLState after the token that waits in each sequence was learned with its label (B,); none waits then."""
+    one = ops.xp.ones_like(state.waiting)
+    written, writes, ages = _writes_of_waiting(config, ops, params, label, one, state)
+    after = [
+        write_and_read(config, ops, k, k, v, S, writes=writes, ages=ages)[1]
+        for (k, v), S in zip(written, state[:3], strict=True)
+    ]
     return FWLState(*[*after, state.pending, ops.xp.zeros_like(state.waiting)])
 
 
-def waiting(config, ops, p, label, weight, state):
-    """What the tokens that wait in the state write, and `writes` and `ages` of `remember`.  label, weight (B,)."""
-    old, share = state.pending[:, None], (weight * state.waiting / config.normalizer)[:, None]
-    slow = slow_pass(config, ops, p, old)
-    _, dn = ops.head(slow.n, p["unembed"], p["unembed_bias"], label[:, None])
-    written = write(config, ops, p, old, slow, dn * ops.cast(share, dn)[..., None])
-    return written, dict(writes=share > 0, ages=state.waiting[:, None])
+def _writes_of_waiting(config, ops, params, label, weight, state):
+    """What the token that waits in each sequence writes, once its label and weight (B,) are known.
+
+    Returns:
+        Keys and values of the three memories as `write` has them, for T = 1; and `writes` and `ages` (B, 1) as
+        `write_and_read` takes them: neither where no token waits.
+    """
+    pending, share = state.pending[:, None], (weight * state.waiting / config.normalizer)[:, None]
+    slow = slow_pass(config, ops, params, pending)
+    _, dn = ops.head(slow.n, params["unembed"], params["unembed_bias"], label[:, None])
+    written = write(config, ops, params, pending, slow, dn * ops.cast(share, dn)[..., None])
+    return written, share > 0, state.waiting[:, None]
 
 
-def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seqlens=None):
-    """One memory: write (k, v) token by token and answer q.
+def write_and_read(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seqlens=None):
+    """One memory: every token writes its value v under its key k and reads with its query q.
 
     Args:
-        config, ops: arguments of the block, and what the framework brings.
-        q, k, v: (B, T, .), what is asked, and the keys and values to write.
-        state: the memory before the first token.
-        writes, ages: (B, T), whether a token writes, and whether the memory decays with it.
-        read: "before" or "after" the write.
+        config, ops: as at the top of this file.
+        q, k: (B, T, K), queries and keys.
+        v: (B, T, V), values.
+        state: (B, 1, K, V), the memory before the first token; zeros when None.
+        writes: (B, T), whether a token counts for the delta rule, which then replaces what its key retrieves.
+        ages: (B, T), 1 where the memory decays with the token, else 0.
+        read: "before" or "after" the token's own write.
         cu_seqlens: (N + 1,) offsets of packed documents, or None.
+
+    Returns:
+        The answers (B, T, V) and the memory after the last token.
     """
     xp = ops.xp
     rule, beta, log_decay = config.rule if k.shape[-1] > 1 else "sum", None, None
@@ -229,7 +275,7 @@ def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seq
         beta = ops.wide(ops.cast(writes, q))[..., None]
     if config.decay is not None:
         log_decay = ops.wide(ops.cast(ages, q))[..., None] * math.log(config.decay)
-    size = config.chunk_size(q.shape[1] or 1, k.shape[-1], v.shape[-1])
+    chunk_size = config.chunk_size(q.shape[1] or 1, k.shape[-1], v.shape[-1])
     q, k, v = (ops.cast(x, q)[:, :, None, :] for x in (q, k, v))
     o, state = ops.layer_memory(
         q,
@@ -241,31 +287,41 @@ def remember(config, ops, q, k, v, state, *, writes, ages, read="before", cu_seq
         read=read,
         state=state,
         cu_seqlens=cu_seqlens,
-        chunk_size=size,
+        chunk_size=chunk_size,
     )
     return o[:, :, 0], state
 
 
-def unlearned(ops, x, weights, cu_seqlens):
-    """The last token of each sequence, if its weight is 0 because its label is not known yet: it may be learned later.
+def find_waiting(ops, x, weights, cu_seqlens):
+    """The last token of each sequence; it waits for its label where its weight is 0, and may be learned later.
 
-    Returns it (N, D), whether there is one (N,), and the same for every token (B, T): such a token has not aged the
-    memory either.
+    Args:
+        ops: as at the top of this file.
+        x: (B, T, D), inputs of the block.
+        weights: (B, T).
+        cu_seqlens: (N + 1,) offsets of N packed documents, or None; then N = B.
+
+    Returns:
+        The inputs of the last tokens (N, D); 1 where such a token waits, else 0 (N,); the same for every token (B, T).
+        A token that waits has not aged the memory yet.
     """
     xp = ops.xp
     t = ops.arange(weights.shape[1], weights)
     if cu_seqlens is None:
         waits = ops.cast((t == t[-1:]) & (weights == 0), weights)
         return x[:, -1], waits[:, -1], waits
-    cu = ops.cast(cu_seqlens, t)
-    ends = xp.where(cu[1:] > cu[:-1], cu[1:] - 1, -1)  # an empty sequence has no last token
-    hit = ops.cast(ends[:, None] == t[None, :], weights)  # (N, T)
-    waits = xp.sum(hit, 0)[None, :] * ops.cast(weights == 0, weights)
-    return ops.cast(hit, x) @ x[0], xp.sum(hit * waits, -1), waits
+    offsets = ops.cast(cu_seqlens, t)
+    ends = xp.where(offsets[1:] > offsets[:-1], offsets[1:] - 1, -1)  # an empty sequence has no last token
+    is_last = ops.cast(ends[:, None] == t[None, :], weights)  # (N, T)
+    waits = xp.sum(is_last, 0)[None, :] * ops.cast(weights == 0, weights)
+    return ops.cast(is_last, x) @ x[0], xp.sum(is_last * waits, -1), waits
 
 
 def normalization(config, ops, weights, cu_seqlens):
-    """What the summed losses are divided by: broadcasts with weights (B, T)."""
+    """What the summed losses are divided by before their gradient is taken: a number, or an array like weights (B, T).
+
+    A token's weight divided by this is called its share. cu_seqlens: (N + 1,) offsets of packed documents, or None.
+    """
     xp = ops.xp
     if config.normalizer == "batch":
         return _at_least(xp, xp.sum(weights), 1e-8)
@@ -280,40 +336,27 @@ def normalization(config, ops, weights, cu_seqlens):
     return config.normalizer
 
 
-def plain_head(ops, n, unembed, bias, labels):
-    """(loss, its gradient at n) per token, with the whole vocabulary at once.
-
-    Args:
-        ops: what the framework brings.
-        n: (B, T, size), features.
-        unembed, bias: output embedding.
-        labels: (B, T), or one-hot.
-    """
-    xp = ops.xp
-    logits = ops.wide(n @ unembed + bias)
-    logits = logits - xp.amax(logits, -1)[..., None]
-    total = xp.sum(xp.exp(logits), -1)
-    hot = ops.cast(labels[..., None] == ops.arange(unembed.shape[-1], labels), logits)
-    loss = xp.log(total) - xp.sum(hot * logits, -1)
-    residual = xp.exp(logits) / total[..., None] - hot
-    return loss, ops.cast(residual, n) @ xp.swapaxes(unembed, -1, -2)
-
-
 def _standardise(config, ops, x):
-    mean = ops.xp.sum(x, -1)[..., None] / config.size
-    centred = x - mean
-    std = ops.xp.sqrt(ops.xp.sum(centred * centred, -1)[..., None] / config.size + config.eps)
+    """x with mean 0 and variance 1 along its last axis, and its standard deviation before."""
+    centred = x - _row_mean(config, ops, x)
+    std = ops.xp.sqrt(_row_mean(config, ops, centred * centred) + config.eps)
     return centred / std, std
 
 
-def _clipped(xp, g, most):
+def _row_mean(config, ops, x):
+    """The mean of x (..., size) along its last axis, which is kept."""
+    return ops.xp.sum(x, -1)[..., None] / config.size
+
+
+def _clipped(xp, g, limit):
+    """Gradients g with the vector of each token cut to the length `limit`."""
     length = xp.sqrt(xp.sum(g * g, -1) + 1e-24)[..., None]
-    return g * xp.where(length > most, most / length, xp.ones_like(length))
+    return g * xp.where(length > limit, limit / length, xp.ones_like(length))
 
 
-def _with_one(ops, x, one):
-    """x and one more input, `one`, for the bias."""
-    return ops.xp.concatenate([x, ops.xp.zeros_like(x[..., :1]) + one], -1)
+def _with_bias_input(ops, x, value):
+    """x and one more input, which is `value` for every token, for the bias."""
+    return ops.xp.concatenate([x, ops.xp.zeros_like(x[..., :1]) + value], -1)
 
 
 def _at_least(xp, x, least):

@@ -1,11 +1,18 @@
-"""What a Fast Weight Layer checks before it computes, in every framework."""
+"""Checks of the arguments of a Fast Weight Layer before it computes, the same in every framework.
+
+Every function here raises FastWeightError or returns nothing. `FWLBlock` of each framework calls them with its own
+arrays; all but `check_values` look at shapes and dtypes alone, so that they work on traced arrays too.
+"""
 
 from fastweights.checks import check_offsets, check_packing
 from fastweights.core import FastWeightError, dtype_name
 
 
 def check_shapes(config, x, labels, weights, inputs=None):
-    """Raise unless x, labels and weights fit; shapes alone."""
+    """Raise unless x is (B, T, D), labels (B, T) or one-hot (B, T, V), and weights (B, T).
+
+    inputs: D, the width that x must have; any width when None.
+    """
     if len(x.shape) != 3 or (inputs is not None and x.shape[-1] != inputs):
         raise FastWeightError(f"x has shape {tuple(x.shape)}; expected (B, T, {inputs or 'D'}): the body's output")
     B, T = x.shape[:2]
@@ -16,13 +23,21 @@ def check_shapes(config, x, labels, weights, inputs=None):
         raise FastWeightError(
             f"labels has shape {tuple(labels.shape)}; expected (B, T, {V}) for one-hot labels: vocab_size is {V}"
         )
-    for name, y, axes in (("labels", labels, labels.shape[:2]), ("weights", weights, weights.shape)):
+    for name, array, axes in (("labels", labels, labels.shape[:2]), ("weights", weights, weights.shape)):
+        # None is a size that Keras does not know yet
         if len(axes) != 2 or any(a != b and None not in (a, b) for a, b in zip(axes, (B, T), strict=True)):
-            raise FastWeightError(f"{name} has shape {tuple(y.shape)}; expected ({B}, {T}): one per token of x")
+            raise FastWeightError(f"{name} has shape {tuple(array.shape)}; expected ({B}, {T}): one per token of x")
 
 
 def check_state(config, state, sequences, inputs):
-    """Raise unless the state is one of this block's, of as many sequences; shapes alone."""
+    """Raise unless `state` is an FWLState of a block with these arguments.
+
+    Args:
+        config: an FWLConfig without `refresh`; refresh.check_state is the check of a block that has one.
+        state: what the user passed.
+        sequences: number of sequences that x holds.
+        inputs: D, the width of x.
+    """
     if hasattr(state, "shares"):
         raise FastWeightError(
             f"state is that of a stream with refresh={state.pending.shape[1]}; expected one of "
@@ -32,7 +47,10 @@ def check_state(config, state, sequences, inputs):
 
 
 def check_shape_of_state(config, state, sequences, inputs):
-    """Raise unless what a state has learned has the shape of this block's weights; refresh or not."""
+    """Raise unless state.dense1 has the shape of the first layer's weights, one set per sequence.
+
+    The state may be an FWLState or a RefreshState; arguments are those of `check_state`.
+    """
     got, expected = tuple(state[0].shape), (sequences, 1, inputs + 1, config.hidden_width)
     if got[1:] != expected[1:] or (got[0] != expected[0] and None not in (got[0], expected[0])):
         why = "the state of another block" if got[1:] != expected[1:] else f"x has {sequences} sequences"
@@ -40,7 +58,13 @@ def check_shape_of_state(config, state, sequences, inputs):
 
 
 def check_previous(config, previous_label, state):
-    """Raise unless a waiting token can be learned: there is a state, and the size of its step is known."""
+    """Raise unless the token that waits in the state can be learned now, as `previous_label` asks for.
+
+    Args:
+        config: an FWLConfig.
+        previous_label: (B,), the label of the token that waits.
+        state: of an earlier call; without one no token waits.
+    """
     if state is None:
         raise FastWeightError(
             "previous_label is given without a state; expected both: it is the label of the token "
@@ -58,22 +82,28 @@ def check_previous(config, previous_label, state):
         )
 
 
-def check_values(config, smallest, largest, worst):
-    """Raise unless labels lie in the vocabulary and weights are finite and not negative, given their extremes."""
+def check_values(config, smallest, largest, bad_weight):
+    """Raise unless labels lie in the vocabulary and weights are finite and not negative.
+
+    Args:
+        config: an FWLConfig.
+        smallest, largest: the least and the greatest label.
+        bad_weight: a weight that is negative or not finite if there is one, else 0.
+    """
     if smallest < 0 or largest >= config.vocab_size:
-        got = smallest if smallest < 0 else largest
+        wrong = smallest if smallest < 0 else largest
         raise FastWeightError(
-            f"labels has {got}; expected 0 to {config.vocab_size - 1}: vocab_size is "
+            f"labels has {wrong}; expected 0 to {config.vocab_size - 1}: vocab_size is "
             f"{config.vocab_size} (give padding any label and weight 0)"
         )
-    if not 0 <= worst < float("inf"):
-        raise FastWeightError(f"weights has {worst}; expected finite numbers of at least 0: 0 leaves a token out")
+    if not 0 <= bad_weight < float("inf"):
+        raise FastWeightError(f"weights has {bad_weight}; expected finite numbers of at least 0: 0 leaves a token out")
 
 
 def check_packed(x, cu_seqlens, offsets=None):
     """Raise unless cu_seqlens can cut the one row of x (1, T, D) into documents.
 
-    offsets: its values as a list, where they are known and T is.
+    offsets: the values of cu_seqlens as a list, which are checked too; None where they are not known yet.
     """
     check_packing(tuple(cu_seqlens.shape), dtype_name(cu_seqlens), x.shape[0], "x")
     if offsets is not None:

@@ -1,4 +1,8 @@
-"""What a Fast Weight Layer is, in every framework: its arguments, its state and what it returns."""
+"""Arguments, state and output of a Fast Weight Layer, the same in every framework.
+
+`FWLBlock` of fastweights.torch, fastweights.jax and fastweights.keras puts its arguments into an `FWLConfig`, which
+checks them, and hands the config to the functions of fwl.py and refresh.py, which compute.
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +13,12 @@ from fastweights.core import RULES, FastWeightError
 
 NORMALIZERS = ("batch", "sequence")
 WITHIN = ("held", "cumulative")
-STEPS = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
+STEPS = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")  # the six tensors that learn, in the order of `steps`
 
 
 @dataclass(frozen=True)
 class FWLConfig:
-    """Everything a Fast Weight Layer is, but its weights."""
+    """The arguments of a Fast Weight Layer, checked; `fastweights.torch.FWLBlock` says what each of them does."""
 
     size: int
     vocab_size: int
@@ -55,8 +59,8 @@ class FWLConfig:
             raise FastWeightError(f"eps is {self.eps}; expected 0 or more: it is added to a variance")
         if self.log_steps and not self.step_size > 0:
             raise FastWeightError(f"step_size is {self.step_size}; expected above 0 for log_steps: it has a logarithm")
-        whole = isinstance(self.refresh, int) and not isinstance(self.refresh, bool)
-        if self.refresh is not None and (not whole or self.refresh < 1):
+        is_whole = isinstance(self.refresh, int) and not isinstance(self.refresh, bool)
+        if self.refresh is not None and (not is_whole or self.refresh < 1):
             raise FastWeightError(
                 f"refresh is {self.refresh}; expected a whole number of tokens, at least 1, or None "
                 "for the published layer"
@@ -69,20 +73,25 @@ class FWLConfig:
 
     @property
     def hidden_width(self):
+        """F, the width of the hidden layer: `hidden`, or four times `size`."""
         return self.hidden or 4 * self.size
 
     @property
-    def words(self):
-        """The block in a few words, for its repr."""
+    def summary(self):
+        """The most telling arguments as text, for the repr of a block."""
         kind = f"rule={self.rule!r}" if self.refresh is None else f"refresh={self.refresh}, within={self.within!r}"
         return f"{self.size}, {self.vocab_size}, attn_chunks={self.attn_chunks}, normalizer={self.normalizer!r}, {kind}"
 
     @property
     def initial_step(self):
+        """The value that the parameter `steps` starts with: a step size, or its logarithm with `log_steps`."""
         return math.log(self.step_size) if self.log_steps else self.step_size
 
     def shapes(self, inputs):
-        """Shapes of all parameters, by the name they have in every framework; matrices are (in, out)."""
+        """Shapes of all parameters by their names, which every framework shares; matrices are (in, out).
+
+        inputs: D, the width of the body's output x.
+        """
         F, size, V = self.hidden_width, self.size, self.vocab_size
         return dict(
             dense1=(inputs, F),
@@ -97,18 +106,31 @@ class FWLConfig:
         )
 
     def initial(self, inputs, rng):
-        """Initial parameters as NumPy float64: matrices of variance 1 / in, steps at `step_size`."""
+        """Initial parameters by name, NumPy arrays in float64.
+
+        Matrices have variance 1 / in, the scale of the norm is 1, biases and the shift are 0.
+
+        Args:
+            inputs: D, the width of the body's output x.
+            rng: a NumPy random generator.
+        """
         import numpy as np
 
-        def fill(name, shape):
+        constants = dict(scale=1.0, steps=self.initial_step)
+        parameters = {}
+        for name, shape in self.shapes(inputs).items():
             if len(shape) == 2:
-                return rng.standard_normal(shape) / np.sqrt(shape[0])
-            return np.full(shape, dict(scale=1.0, steps=self.initial_step).get(name, 0.0))
-
-        return {name: fill(name, shape) for name, shape in self.shapes(inputs).items()}
+                parameters[name] = rng.standard_normal(shape) / np.sqrt(shape[0])
+            else:
+                parameters[name] = np.full(shape, constants.get(name, 0.0))
+        return parameters
 
     def chunk_size(self, T, K, V):
-        """Tokens per chunk: T / attn_chunks when given, else where work inside and across chunks is equal."""
+        """Tokens per chunk for a memory (K, V) that reads T tokens: T / attn_chunks where that is set.
+
+        Else the largest power of two up to K V / (K + V), but at least 64 and at most 1024. With K V / (K + V) tokens,
+        products within chunks, whose cost per token grows with the chunk, cost as much as products with the memory.
+        """
         if self.attn_chunks is not None:
             return max(1, -(-T // self.attn_chunks))
         return max(64, min(1024, 1 << max(1, round(K * V / (K + V))).bit_length() - 1))
@@ -117,9 +139,17 @@ class FWLConfig:
 class FWLState(NamedTuple):
     """What a Fast Weight Layer has learned from the tokens so far; pass it on, save it, fork it.
 
-    dense1 (B, 1, D + 1, F), dense2 (B, 1, F + 1, size), norm (B, 1, 1, 2 size): the summed steps;
-    pending (B, D): the last input, whose label is not known yet;  waiting (B,): 1 where there is one.
+    B sequences, D the width of the body, F the hidden width, `size` that of the block.
 
+    Attributes:
+        dense1: (B, 1, D + 1, F), the summed steps of the first layer: the change of its weights. The last row is the
+            bias.
+        dense2: (B, 1, F + 1, size), the same of the second layer.
+        norm: (B, 1, 1, 2 size), the same of the layer norm, scale and shift.
+        pending: (B, D), the last input, whose label is not known yet.
+        waiting: (B,), 1 where there is such an input.
+
+    Examples:
         >>> state = FWLState("step of layer 1", "step of layer 2", "step of the norm", "last input", 1)
         >>> state.waiting  # one token waits for its label; the first three fields are what was learned
         1
@@ -135,10 +165,12 @@ class FWLState(NamedTuple):
 class FWLOutput(NamedTuple):
     """What `FWLBlock.run` returns, for B sequences of T tokens and a vocabulary of V.
 
-    logits (B, T, V): of the fast pass, which has learned from the tokens before; None if not asked for.
-    loss (B, T): of the fast pass, in nats, unweighted: what a model that learns while it reads pays.
-    slow_loss (B, T): of the slow pass, the trained weights alone. Their difference is what learning gained.
-    state: what has been learned; pass it to the next call to go on with the same document.
+    Attributes:
+        logits: (B, T, V), logits of the fast pass, which has learned from the tokens before; None with logits=False.
+        loss: (B, T), the loss of each label under these logits, in nats, not weighted.
+        slow_loss: (B, T), the same of the slow pass, which uses the trained weights alone. slow_loss - loss is what
+            learning gained. None if `refresh` is set and the call was made with slow=False.
+        state: `FWLState` or `RefreshState` after the last token; pass it to the next call to go on with the document.
     """
 
     logits: Any

@@ -9,12 +9,17 @@ the gradient of token s's loss at given weights:
     cumulative    token t of the chunk is answered by W + S - e sum_{s<t} g_s(W + S), s in the chunk
     both          after the chunk, S <- S - e sum_s g_s(W + S), over all C tokens
 
-Held is dynamic evaluation of the layer's weights with segments of C tokens; cumulative in one chunk is the published
-layer; at C = 1 both are online gradient descent. Decay a pulls S towards 0: by a^C per chunk when held, by a per token
-when cumulative.
+"Held" and "cumulative" are the values of the argument `within`. Held is dynamic evaluation of the layer's weights with
+segments of C tokens; cumulative in one chunk is the published layer; at C = 1 both are online gradient descent. Decay a
+multiplies S by a^C per chunk when held, by a per token when cumulative.
 
 A chunk is learned when the token after it arrives, not before: until then its last label may be unknown. The tokens of
-the chunk that is being read wait in the state, so a stream that is cut anywhere gives the same result.
+the unfinished chunk wait in the state, so a stream that is cut anywhere gives the same result.
+
+`FWLBlock` of each framework calls this file through a loop over chunks: refresh_run.py in JAX and Keras,
+torch/learning/refresh.py in PyTorch (which has faster, hand-written forms of `chunk` beside it). S is kept in three
+parts, like the memories of fwl.py and with biases as last rows: `learned` is always (B, 1, D + 1, F), (B, 1, F + 1,
+size) and (B, 1, 1, 2 size), the first three fields of a RefreshState. `config`, `ops` and `params` are as in fwl.py.
 """
 
 from typing import Any, NamedTuple
@@ -29,14 +34,14 @@ class RefreshState(NamedTuple):
     B sequences, D the width of the body, F the hidden width, `size` that of the block, C = `refresh`.
 
     Attributes:
-        dense1: (B, 1, D + 1, F), what was learned of the first layer: the change of its weights until the chunk that is
-            being read. The last row is the bias.
+        dense1: (B, 1, D + 1, F), the change of the first layer's weights by all chunks before the unfinished one. The
+            last row is the bias.
         dense2: (B, 1, F + 1, size), the same of the second layer.
         norm: (B, 1, 1, 2 size), the same of the layer norm, scale and shift.
-        pending: (B, C, D), the inputs of the chunk that is being read.
+        pending: (B, C, D), the inputs of the unfinished chunk; 0 where it has no token yet.
         labels: (B, C), the label of each of these tokens.
         shares: (B, C), the weight of each label over the normaliser; 0 where the label is not known yet.
-        waiting: (B,), how many of the C tokens have been read.
+        waiting: (B,), how many tokens the unfinished chunk has.
 
     Examples:
         >>> import torch
@@ -57,51 +62,79 @@ class RefreshState(NamedTuple):
 
 
 def initial(config, inputs, batch, zeros):
-    """The state before the first token.  zeros(shape, kind): an array, kind is "wide", "input" or "whole"."""
-    C, F, size = config.refresh, config.hidden_width, config.size
-    learned = (1, inputs + 1, F), (1, F + 1, size), (1, 1, 2 * size)
-    rest = ((C, inputs), "input"), ((C,), "whole"), ((C,), "wide"), ((), "whole")
-    return RefreshState(*[zeros((batch, *shape), kind) for shape, kind in (*((x, "wide") for x in learned), *rest)])
-
-
-def fast_weights(config, ops, p, learned, x):
-    """The parameters p with what was learned added to the six tensors that learn, one set per sequence.
+    """The RefreshState before the first token.
 
     Args:
-        config: arguments of the block.
-        ops: what the framework brings.
-        p: parameters by name.
-        learned: the first three fields of a RefreshState.
-        x: whose width and dtype they get.
+        config: an `FWLConfig`.
+        inputs: D, the width of x.
+        batch: number of sequences.
+        zeros: zeros(shape, kind) makes an array of zeros; kind is "wide" for what accumulates, "input" for what has the
+            dtype of x, and "whole" for integers.
     """
-    dense1, dense2, norm = (ops.xp.squeeze(S, 1) for S in learned)  # views: to slice would cost the backward pass more
+    C, F, size = config.refresh, config.hidden_width, config.size
+    fields = dict(
+        dense1=((1, inputs + 1, F), "wide"),
+        dense2=((1, F + 1, size), "wide"),
+        norm=((1, 1, 2 * size), "wide"),
+        pending=((C, inputs), "input"),
+        labels=((C,), "whole"),
+        shares=((C,), "wide"),
+        waiting=((), "whole"),
+    )
+    return RefreshState(**{name: zeros((batch, *shape), kind) for name, (shape, kind) in fields.items()})
+
+
+def fast_weights(config, ops, params, learned, x):
+    """The parameters W + S: the six tensors that learn get an axis of sequences, the others stay as they are.
+
+    Args:
+        config, ops, params: as in fwl.py.
+        learned: S, as at the top of this file.
+        x: (B, T, D), inputs of the block, whose dtype the six tensors get.
+
+    Returns:
+        Parameters by name; matrices (B, in, out), vectors (B, 1, width).
+    """
+    dense1, dense2, norm = (ops.xp.squeeze(S, 1) for S in learned)
     D, F, size = x.shape[-1], config.hidden_width, config.size
-    dense1, bias1 = ops.split(dense1, _rows(dense1, D), 1)[:2]  # rows below the bias are those a device wants more
-    dense2, bias2 = ops.split(dense2, _rows(dense2, F), 1)[:2]
+    # `split` gives views; the backward pass of slices would cost more
+    dense1, bias1 = ops.split(dense1, _row_sizes(dense1, D), 1)[:2]
+    dense2, bias2 = ops.split(dense2, _row_sizes(dense2, F), 1)[:2]
     scale, shift = ops.split(norm, (size, size))
     changes = dict(dense1=dense1, bias1=bias1, dense2=dense2, bias2=bias2, scale=scale, shift=shift)
-    return p | {name: ops.cast(p[name] + change, x) for name, change in changes.items()}
+    return params | {name: ops.cast(params[name] + change, x) for name, change in changes.items()}
 
 
-def chunk(config, ops, p, learned, x, labels, share, *, close, score=True):
-    """Read one chunk: (features (B, T, size), loss (B, T), what has been learned after it).
+def chunk(config, ops, params, learned, x, labels, share, *, close, score=True):
+    """Read one chunk of every sequence.
 
-    learned: the first three of a RefreshState;  x (B, T, D), T <= C;  labels, share (B, T): share is a token's weight
-    over the normaliser.  close: whether the chunk is learned now, or (B,), which sequences learn it; of others what was
-    learned before it is returned.  score: whether the loss is wanted, which may be None otherwise.
+    Args:
+        config, ops, params: as in fwl.py.
+        learned: S before the chunk.
+        x: (B, T, D) with T <= C, inputs of the block.
+        labels: (B, T).
+        share: (B, T), the weight of each label over the normaliser.
+        close: whether the chunk is full and is learned now; or (B,), for each sequence.
+        score: whether the loss is wanted; without it the loss may be None.
+
+    Returns:
+        Features (B, T, size), losses (B, T), and S after the chunk: as it was where the chunk is not learned.
     """
-    head = p["unembed"], p["unembed_bias"], labels
-    now = fast_weights(config, ops, p, learned, x)
-    slow = fwl.slow_pass(config, ops, now, x)
+    head = params["unembed"], params["unembed_bias"], labels
+    current = fast_weights(config, ops, params, learned, x)
+    slow = fwl.slow_pass(config, ops, current, x)
     if config.within == "held" and close is False:
         return slow.n, ops.loss(slow.n, *head) if score else None, learned
     loss, dn = ops.head(slow.n, *head)
-    written = fwl.write(config, ops, now, x, slow, dn * ops.cast(share, dn)[..., None])
+    written = fwl.write(config, ops, current, x, slow, dn * ops.cast(share, dn)[..., None])
     if config.within == "cumulative":
-        slow = slow._replace(h1=ops.matmul(x, p["dense1"]) + p["bias1"])
-        n = fwl.read(
-            config, ops, p, x, slow, lambda i, q: _before(config, ops, q, written[i][0], written[i][1], learned[i])
-        )
+
+        def memory(i, q):
+            k, v = written[i]
+            return _read_before(config, ops, q, k, v, learned[i])
+
+        slow = slow._replace(h1=ops.matmul(x, params["dense1"]) + params["bias1"])
+        n = fwl.read(config, ops, params, x, slow, memory)
         loss = ops.loss(n, *head) if score else None
     else:
         n = slow.n
@@ -110,65 +143,78 @@ def chunk(config, ops, p, learned, x, labels, share, *, close, score=True):
     return n, loss, learned
 
 
-def _before(config, ops, q, k, v, S):
-    """What the memory S and the writes (k, v) of this chunk's earlier tokens answer to q, all (B, T, .)."""
+def _read_before(config, ops, q, k, v, S):
+    """The answers (B, T, V) to queries q of S (B, 1, K, V) and of what earlier tokens of this chunk write.
+
+    Queries and keys are (B, T, K), or a few columns less than S has rows; values v are (B, T, V).
+    """
     t = ops.cast(ops.arange(q.shape[1], q), q)
     earlier = ops.cast(t[:, None] > t[None, :], q)
-    kept = ops.xp.ones_like(t)
+    remaining = ops.xp.ones_like(t)  # the share of S that decay has left at token t
     if config.decay is not None:
-        kept = config.decay**t
+        remaining = config.decay**t
         earlier = earlier * config.decay ** ((t[:, None] - t[None, :] - 1.0) * earlier)
     scores = ops.matmul(q, ops.xp.swapaxes(k, -1, -2)) * earlier
-    q = _as_wide(ops, q, S)
-    return ops.matmul(scores, v) + kept[:, None] * ops.matmul(q, ops.cast(S[:, 0], q))
+    q = _as_wide_as_memory(ops, q, S)
+    return ops.matmul(scores, v) + remaining[:, None] * ops.matmul(q, ops.cast(S[:, 0], q))
 
 
 def _learn(config, ops, k, v, S, close=True):
-    """The memory S after the writes (k, v) of a whole chunk, of all sequences or of those that close."""
-    C, k = config.refresh, _as_wide(ops, k, S)
+    """S (B, 1, K, V) after all C tokens of a chunk have written k (B, C, K) and v (B, C, V).
+
+    close: True, or (B,): S of a sequence that does not close its chunk stays as it was.
+    """
+    C, k = config.refresh, _as_wide_as_memory(ops, k, S)
     if close is not True:
         k = k * ops.cast(close, k)[:, None, None]
     if config.decay is not None:
-        kept = config.decay**C
+        remaining = config.decay**C
         if close is not True:
             closes = ops.cast(close, S)[:, None, None, None]
-            kept = kept * closes + (1 - closes)
-        S = S * kept
+            remaining = remaining * closes + (1 - closes)
+        S = S * remaining
         if config.within == "cumulative":
             t = ops.cast(ops.arange(C, k), k)
             k = k * (config.decay ** (C - 1.0 - t))[:, None]
     return S + ops.wide(ops.matmul(ops.xp.swapaxes(k, -1, -2), v))[:, None]
 
 
-def _rows(learned, inputs):
-    """How the rows of what a layer has learned are cut: its inputs, its bias, and those a device wants more."""
-    more = learned.shape[1] - inputs - 1
-    return (inputs, 1, more) if more else (inputs, 1)
+def _row_sizes(S, inputs):
+    """How to split the rows of one layer of S: its inputs, its bias, and the rows of zeros that refresh_run.py adds."""
+    added = S.shape[1] - inputs - 1
+    return (inputs, 1, added) if added else (inputs, 1)
 
 
-def _as_wide(ops, k, S):
-    """Keys (B, T, .) with zeros beside them, as many as the memory S (B, 1, K, V) has rows."""
+def _as_wide_as_memory(ops, k, S):
+    """Keys (B, T, .) filled up with zeros to one column for each row of the memory S (B, 1, K, V)."""
     missing = S.shape[-2] - k.shape[-1]
     return ops.xp.pad(k, ((0, 0), (0, 0), (0, missing))) if missing else k
 
 
 def labelled(config, ops, state, label, weight):
-    """The state once the label (B,) of each sequence's newest token is known; a label that was known stays.
+    """The RefreshState with the label of each sequence's newest token filled in; a label that was known stays.
 
     Args:
-        config, ops: arguments of the block, and what the framework brings.
+        config, ops: as in fwl.py.
         state: a RefreshState.
         label, weight: (B,), of each sequence's newest token.
     """
-    newest = ops.arange(config.refresh, state.shares)[None, :] == state.waiting[:, None] - 1
-    unknown = newest & (state.shares == 0)
+    is_newest = ops.arange(config.refresh, state.shares)[None, :] == state.waiting[:, None] - 1
+    unknown = is_newest & (state.shares == 0)
     labels = ops.xp.where(unknown, ops.cast(label, state.labels)[:, None], state.labels)
     share = ops.cast(weight, state.shares)[:, None] / config.normalizer
     return state._replace(labels=labels, shares=ops.xp.where(unknown, share, state.shares))
 
 
 def check_state(config, state, sequences, inputs):
-    """Raise unless the state is one of a block that is refreshed as this one, of as many sequences; shapes alone."""
+    """Raise unless `state` is a RefreshState of a block with these arguments; looks at shapes alone.
+
+    Args:
+        config: an FWLConfig with `refresh`.
+        state: what the user passed.
+        sequences: number of sequences that x holds.
+        inputs: D, the width of x.
+    """
     if not hasattr(state, "shares"):
         raise FastWeightError(
             f"state is that of a stream with refresh=None; expected one of refresh={config.refresh}: "

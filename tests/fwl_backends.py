@@ -19,6 +19,18 @@ def flat(out):
     return [*out[:3], *out[3]]
 
 
+def head_with_all_logits(ops, n, E, c, labels):
+    """(loss (B, T), its gradient at n (B, T, SIZE)), with the whole vocabulary at once, in `ops` of any framework."""
+    xp = ops.xp
+    logits = ops.wide(n @ E + c)
+    logits = logits - xp.amax(logits, -1)[..., None]
+    total = xp.sum(xp.exp(logits), -1)
+    is_label = ops.cast(labels[..., None] == ops.arange(E.shape[-1], labels), logits)
+    loss = xp.log(total) - xp.sum(is_label * logits, -1)
+    residual = xp.exp(logits) / total[..., None] - is_label
+    return loss, ops.cast(residual, n) @ xp.swapaxes(E, -1, -2)
+
+
 class Torch:
     """Makes the problem: a block, its weights, and what it gives."""
 

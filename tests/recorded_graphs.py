@@ -171,7 +171,7 @@ def emulate(monkeypatch) -> list[CUDAGraph]:
     for name in ON_THE_HOST:
         monkeypatch.setattr(torch.Tensor, name, _refused(getattr(torch.Tensor, name), name))
     monkeypatch.setattr(graphs, "refuses", refuses)
-    monkeypatch.setattr(graphs, "_known", type(graphs._known)())
+    monkeypatch.setattr(graphs, "_calls", type(graphs._calls)())
     monkeypatch.setattr(graphs, "HAS_TRITON", False)  # kernels of a GPU, which are not compiled here
     monkeypatch.setattr(private, "has_modes", lambda: False)  # nobody looks on who would not on a GPU
     return CUDAGraph.made

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import test_fwl_frameworks
 import test_fwl_refresh_frameworks
-from fwl_backends import SIZE, B, D, T, Torch, V, any_framework, flax_alone, problem  # noqa: F401
+from fwl_backends import SIZE, B, D, T, Torch, V, any_framework, flax_alone, head_with_all_logits, problem  # noqa: F401
 from oracle import assert_close
-
-from fastweights import fwl
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ def test_a_weighted_sum_has_the_gradients_of_its_losses(flax, rng, monkeypatch, 
     n, E, c, weights = (rng.standard_normal(s) for s in ((B, T, SIZE), (SIZE, V), (V,), (B, T)))
     labels = flax.array(rng.integers(V, size=(B, T)))
     summed = lambda n, E, c, w: [3 * flax.head.summed(n, E, c, labels, w)]  # noqa: E731
-    plain = lambda n, E, c, w: [3 * jax.numpy.sum(w * fwl.plain_head(flax.ops, n, E, c, labels)[0])]  # noqa: E731
+    plain = lambda n, E, c, w: [3 * jax.numpy.sum(w * head_with_all_logits(flax.ops, n, E, c, labels)[0])]  # noqa: E731
     got, want = (flax.pull(f, [n, E, c, weights], [np.ones(())]) for f in (summed, plain))
     for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
         assert_close(a, b)

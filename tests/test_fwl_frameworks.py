@@ -11,10 +11,23 @@ import sys
 
 import numpy as np
 import pytest
-from fwl_backends import NAMES, ROOT, SIZE, B, T, Torch, V, any_framework, flat, problem, skip_on_keras_jax  # noqa: F401
+from fwl_backends import (  # noqa: F401
+    NAMES,
+    ROOT,
+    SIZE,
+    B,
+    T,
+    Torch,
+    V,
+    any_framework,
+    flat,
+    head_with_all_logits,
+    problem,
+    skip_on_keras_jax,
+)
 from oracle import assert_close
 
-from fastweights import FastWeightError, fwl
+from fastweights import FastWeightError
 from fastweights.fwl_config import FWLState
 
 
@@ -119,7 +132,7 @@ def test_packed_documents_do_not_leak(framework, rng):
 
 
 @pytest.mark.parametrize(("words", "dtype"), [(1, "float64"), (2, "float64"), (3, "float32"), (V, "float64")])
-def test_blocked_head_is_the_plain_head(framework, rng, monkeypatch, words, dtype):
+def test_head_in_blocks_is_the_head_with_all_logits(framework, rng, monkeypatch, words, dtype):
     """Also where blocks do not divide the vocabulary; gradients of the loss's gradient too."""
     framework.cut(monkeypatch, words, B * T)
     n, E, c = (rng.standard_normal(s).astype(dtype) for s in ((B, T, SIZE), (SIZE, V), (V,)))
@@ -128,7 +141,7 @@ def test_blocked_head_is_the_plain_head(framework, rng, monkeypatch, words, dtyp
     both = lambda n, E, c: [*framework.head.head(n, E, c, labels), framework.head.loss(n, E, c, labels)]  # noqa: E731
 
     def plain(n, E, c):
-        loss, r = fwl.plain_head(framework.ops, n, E, c, labels)
+        loss, r = head_with_all_logits(framework.ops, n, E, c, labels)
         return loss, r, loss
 
     got, want = (framework.pull(f, [n, E, c], cotangents) for f in (both, plain))

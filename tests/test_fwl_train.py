@@ -71,9 +71,9 @@ def poison(monkeypatch):
 )
 @pytest.mark.parametrize(("how", "T", "C", "starts", "carried", "share"), CASES, ids=str)
 def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, monkeypatch):
-    monkeypatch.setattr(training_loss, "WALKED", ("cpu",) if "walked" in form else ())
-    monkeypatch.setattr(walk, "HELD", 0 if "much" in form else 2**24)
-    monkeypatch.setattr(dual, "GROUP", int(form[-1]) * C if "groups" in form else 256)
+    monkeypatch.setattr(training_loss, "WALK_DEVICES", ("cpu",) if "walked" in form else ())
+    monkeypatch.setattr(walk, "MAX_KEPT_PROBABILITIES", 0 if "much" in form else 2**24)
+    monkeypatch.setattr(dual, "TOKENS_PER_GROUP", int(form[-1]) * C if "groups" in form else 256)
     block = make(**dict(normalizer=3.0, refresh=C) | how)
     x, labels, weights, state, documents = problem(block, T, starts, carried)
     want = general(block, x, labels, weights, state, documents, share)
@@ -85,7 +85,7 @@ def test_is_the_general_form(how, T, C, starts, carried, share, form, poison, mo
     assert_close(numpy(got.value), numpy(want.value))
     assert_close(numpy(got.loss), numpy(want.loss))
     if share:
-        assert_close(numpy(got.slow), numpy(want.slow))
+        assert_close(numpy(got.slow_loss), numpy(want.slow_loss))
     for name, a, b in zip(RefreshState._fields, got.state, want.state, strict=True):
         assert_close(numpy(a), numpy(b), name=name)
     of = [x, *block.parameters()]
@@ -106,8 +106,8 @@ def test_what_it_does_not_serve_goes_the_general_way(monkeypatch):
     assert "gradients" in reason(make(refresh=4), weights.clone().requires_grad_())
     with torch.no_grad():
         assert reason(make(refresh=4)) == "nothing is differentiated"
-    monkeypatch.setattr(training_loss, "WALKED", ())
-    monkeypatch.setattr(training_loss, "LONGEST", 9)
+    monkeypatch.setattr(training_loss, "WALK_DEVICES", ())
+    monkeypatch.setattr(training_loss, "MAX_ROW_TOKENS", 9)
     assert "longer" in reason(make(refresh=4))
     monkeypatch.setattr(training_loss, "DEVICES", ())
     assert "cpu" in reason(make(refresh=4))

@@ -59,7 +59,6 @@ def test_a_call_that_waits_for_the_device_goes_on_as_it_is(made):
     with pytest.warns(UserWarning, match="without a CUDA graph; capturing failed: CUDA error"):
         graphs.call("waits", f, (x,))
     assert torch.equal(graphs.call("waits", f, (x,))[0], 3 * x)
-    assert graphs.why_not("waits", (x,)).startswith("capturing failed")
 
 
 def test_a_recording_that_replays_something_else_is_not_used(made):

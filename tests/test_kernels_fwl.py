@@ -5,8 +5,7 @@ import torch
 from interpreter import DEVICE, runs
 
 from fastweights.torch import FWLBlock, cross_entropy
-from fastweights.torch.learning import held
-from fastweights.torch.learning import held_overlapped as overlapped
+from fastweights.torch.learning import held, held_overlapped
 
 
 def compare(monkeypatch, run, numbers, least):
@@ -50,10 +49,10 @@ def test_chunks_of_a_held_layer(monkeypatch, how):
             out = block.run(x[:, 11:], labels[:, 11:], weights[:, 11:], first.state, logits=False, slow=False)
         return first.loss, out.loss, *out.state
 
-    monkeypatch.setattr(held, "GROUP", 4)  # one group without a rest and one with it
-    monkeypatch.setattr(overlapped, "serves", lambda *given: False)
+    monkeypatch.setattr(held, "CHUNKS_PER_GRAPH", 4)  # one group without a rest and one with it
+    monkeypatch.setattr(held_overlapped, "can_read", lambda *given: False)
     plain, used = run(), []
-    monkeypatch.setattr(overlapped, "serves", lambda *given: used.append(1) or True)
+    monkeypatch.setattr(held_overlapped, "can_read", lambda *given: used.append(1) or True)
     for a, b in zip(run(), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     assert used

@@ -5,14 +5,14 @@ import torch
 from interpreter import DEVICE, runs
 
 from fastweights.torch import FWLBlock, cross_entropy
-from fastweights.torch.learning import dual, training_loss
+from fastweights.torch.learning import dual, loss_form, training_loss
 
 
 @runs
 @pytest.mark.parametrize("how", [dict(), dict(first_order=True, decay=0.9)], ids=str)
 def test_objective_of_a_refreshed_layer(monkeypatch, how):
-    monkeypatch.setattr(training_loss, "WALKED", ())  # the form for GPUs
-    monkeypatch.setattr(dual, "GROUP", 6)  # two chunks
+    monkeypatch.setattr(training_loss, "WALK_DEVICES", ())  # the form for GPUs
+    monkeypatch.setattr(dual, "TOKENS_PER_GROUP", 6)  # two chunks
     torch.manual_seed(0)
     B, T, D = 2, 7, 5
     block = FWLBlock(6, 20, inputs=D, hidden=9, step_size=0.3, normalizer=2.0, refresh=3, **how).to(DEVICE)
@@ -31,8 +31,8 @@ def test_objective_of_a_refreshed_layer(monkeypatch, how):
         return out.value, out.loss, *out.state, *torch.autograd.grad(out.value, [x, *block.parameters()])
 
     plain = run(False)
-    passes_for = dual.passes_for
-    monkeypatch.setattr(dual, "passes_for", lambda *a: used.append(passes_for(*a).__name__) or passes_for(*a))
+    passes_for = loss_form.passes_for
+    monkeypatch.setattr(loss_form, "passes_for", lambda *a: used.append(passes_for(*a).__name__) or passes_for(*a))
     for a, b in zip(run(True), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     assert used == ["fastweights.torch.kernels.fwl_dual"]
@@ -41,7 +41,7 @@ def test_objective_of_a_refreshed_layer(monkeypatch, how):
 @pytest.mark.parametrize("C", [24, 32, 64, 80])
 def test_objective_in_16_bits(C, monkeypatch):
     """On a CPU in plain form."""
-    monkeypatch.setattr(training_loss, "WALKED", ())
+    monkeypatch.setattr(training_loss, "WALK_DEVICES", ())
     torch.manual_seed(0)
     B, T, D = 3, 700, 64
     block = FWLBlock(D, 50, inputs=D, hidden=2 * D, step_size=0.1, normalizer=1.0, refresh=C).to(DEVICE)

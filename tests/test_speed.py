@@ -144,7 +144,7 @@ def captured(work, inputs, pool=None):
 @pytest.mark.parametrize("changes", [dict(head="linear", layers="gated-delta,softmax", dropout=0.1), dict(head="fwl")])
 def test_captured_steps_train_as_compiled_ones(go, monkeypatch, changes):
     """Other documents in every step, other states, rates and dropout; the graph has seen those of the second alone."""
-    monkeypatch.setattr(training_loss, "WALKED", ())  # the form of a GPU
+    monkeypatch.setattr(training_loss, "WALK_DEVICES", ())  # the form of a GPU
     wanted = go("compiled", compile=True, **changes)
     monkeypatch.setattr(trainer, "uncaptured", lambda *run: None)
     monkeypatch.setattr(graphs, "capture", captured)

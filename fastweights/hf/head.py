@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastweights import fwl, fwl_config
 from fastweights.core import FastWeightError
-from fastweights.fwl import Slow
+from fastweights.fwl import SlowPass
 from fastweights.fwl_config import FWLState
 from fastweights.refresh import fast_weights, labelled
 from fastweights.torch import cross_entropy
@@ -191,7 +191,7 @@ class FastHead(nn.Module):
 
         def memory(i, q):
             (k, v), how = written[i], dict(writes=before.learns > 0, ages=before.learns)
-            answer, after[i] = fwl.remember(self.config.layer, OPS, q, k, v, state[i], read="after", **how)
+            answer, after[i] = fwl.write_and_read(self.config.layer, OPS, q, k, v, state[i], read="after", **how)
             return answer
 
         features = self._read(u, slow, memory).to(x.dtype)
@@ -243,7 +243,9 @@ class FastHead(nn.Module):
         there = torch.cat([state.waiting[:, None], torch.ones_like(u[..., 0], dtype=state.waiting.dtype)], 1)
         if mask is None:
             slow = self._slow(both)
-            old, new = (Slow(*(x if x is None else x[:, part] for x in slow)) for part in (slice(-1), slice(1, None)))
+            old, new = (
+                SlowPass(*(x if x is None else x[:, part] for x in slow)) for part in (slice(-1), slice(1, None))
+            )
             return Columns(both[:, :-1], old, there[:, :-1]), new, u[:, -1], torch.ones_like(state.waiting)
         at = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         last = torch.where(mask, at, 0).cummax(1).values  # (B, T): the newest real token; 0 is what the state holds

@@ -17,7 +17,7 @@ from fastweights.hf.body import FastBody, teaches
 from fastweights.hf.head_training import body
 from fastweights.torch import cross_entropy, graphs
 from fastweights.torch.dynamic import GradientStatistics, token_losses
-from fastweights.torch.learning.held_overlapped import Beside
+from fastweights.torch.side_stream import SideStream
 
 ROWS = 8  # windows that are read side by side
 Span = tuple[int, int, int]
@@ -143,9 +143,9 @@ class Windows:
         The other windows are read on a second stream of a GPU, since a single window does not keep a GPU busy.
         """
         fast: Any = self.fast
-        keep, found, beside = labels.shape[1], [], Beside(tokens)
+        keep, found, side_stream = labels.shape[1], [], SideStream(tokens)
         if len(tokens) > 1:
-            with beside.fork("others"):
+            with side_stream.fork("others"):
                 found.append(self._read(losses, tokens[:-1], labels[:-1], *learned))
         tokens, labels = tokens[-1:], labels[-1:]
         leaves = tuple(S.detach().requires_grad_() for S in learned)
@@ -158,7 +158,7 @@ class Windows:
         loss, gradients = fast.gradients(x, ends, real, self.model.get_output_embeddings(), leaves, keep=False)
         found.append((x.detach()[:, -keep:], loss[:, -keep:])[: 1 + losses])
         learned = fast.after(learned, gradients)
-        beside.join("others")
+        side_stream.join("others")
         return *(torch.cat(parts) for parts in zip(*found, strict=True)), *learned
 
     def _call(self, f: Callable[..., tuple[Tensor, ...]], flag: int, *inputs: Tensor) -> tuple[Tensor, ...]:

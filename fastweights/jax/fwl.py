@@ -328,4 +328,4 @@ class FWLBlock(nn.Module):
         return x, labels, weights
 
     def __repr__(self) -> str:
-        return f"FWLBlock({self.config.words})"
+        return f"FWLBlock({self.config.summary})"

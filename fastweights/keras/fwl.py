@@ -275,7 +275,7 @@ class FWLBlock(keras.layers.Layer):
         return cls(**config)
 
     def __repr__(self) -> str:
-        return f"FWLBlock({self.config.words})"
+        return f"FWLBlock({self.config.summary})"
 
     def _refreshed(self, x, labels, weights, state, previous_label, cu_seqlens, logits):
         """`run` of a refreshed block, once its arguments are checked."""

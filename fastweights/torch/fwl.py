@@ -1,4 +1,6 @@
-"""Fast Weight Layers for PyTorch (the mathematics is in fastweights/fwl.py)."""
+"""Fast Weight Layers for PyTorch: parameters and checks. The mathematics is in fastweights/fwl.py (the published layer)
+and fastweights/refresh.py (the refreshed one), faster ways to compute it in torch/learning/.
+"""
 
 from typing import Any
 
@@ -115,14 +117,14 @@ class FWLBlock(LazyModuleMixin, nn.Module):
                 "(vocab_size, size), as an nn.Embedding's weight"
             )
         check_whole(inputs=inputs)
-        to = dict(device=device, dtype=dtype or torch.get_default_dtype())
+        factory = dict(device=device, dtype=dtype or torch.get_default_dtype())
         for name, shape in self.config.shapes(inputs or 1).items():
             if name == "unembed" and unembed is not None:
                 self.unembed = unembed
             elif name == "dense1" and inputs is None:
-                self.dense1 = UninitializedParameter(**to)
+                self.dense1 = UninitializedParameter(**factory)
             else:
-                self.register_parameter(name, nn.Parameter(torch.empty(shape, **to)))
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self.tied = unembed is not None
         if not (unembed is None if bias is None else bias):
             self.unembed_bias = None
@@ -139,8 +141,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             else:
                 nn.init.constant_(p, constants.get(name, 0.0))
 
-    def initialize_parameters(self, x: Tensor, *args: Any, **how: Any) -> None:
-        """Make the first layer's weight as wide as x, at the first call (PyTorch's lazy modules call this hook)."""
+    def initialize_parameters(self, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Make the first layer's weight as wide as x: a hook that PyTorch's lazy modules call at the first call."""
         if self.has_uninitialized_params():
             if is_transformed():
                 raise FastWeightError(
@@ -157,8 +159,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
 
         Args:
             x: (B, T, D), output of a causal body.
-            labels: (B, T) next tokens, or one-hot (B, T, V); what a token's loss is measured against after it was
-                answered.
+            labels: (B, T) next tokens, or one-hot (B, T, V). A token's logits do not depend on its own label, only on
+                those of earlier tokens.
             weights: (B, T), 0 where a token has no label; `make_labels` makes both.
         """
         return self.run(x, labels, weights).logits
@@ -180,12 +182,12 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         Args:
             x, labels, weights: as for `forward`.
             state: from an earlier call, to go on with the same document: an FWLState, or a RefreshState with `refresh`.
-            previous_label: (B,) label of the last token of the part before, which waits in the state as its label was
-                not known: the first token of this part. It is learned first, with weight 1. When absent, that token is
-                never learned, unless its label was given, with a weight, in the part before.
+            previous_label: (B,), the first token of this part of the document: the label of the last token of the part
+                before, which waits in the state until its label is known. It is learned first, with weight 1. When
+                absent, that token is never learned, unless its label was passed, with a weight, in the part before.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row.
-            logits: False leaves them None and holds a block of the vocabulary at a time.
-            slow: False leaves slow_loss None where a refreshed block does not need it.
+            logits: False leaves the logits None and computes them in blocks, for the loss alone.
+            slow: False leaves slow_loss None for a block with `refresh`, which need not compute it then.
 
         Returns:
             An `FWLOutput`. Where loss is below slow_loss, learning from the document has helped.
@@ -206,21 +208,21 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         if previous_label is not None:
             fwl_checks.check_previous(self.config, previous_label, state)
             previous_label = self._in_vocabulary(previous_label, previous_label.new_ones(()))
-        block, batch = (self.config, OPS, self._weights()), (x, labels, weights)
-        how: dict[str, Any] = dict(cu_seqlens=cu_seqlens, logits=logits)
+        arguments = self.config, OPS, self._weights(), x, labels, weights
         if self.config.refresh is None:
-            return fwl.forward(*block, *batch, state, previous_label=previous_label, **how)
+            return fwl.forward(*arguments, state, previous_label=previous_label, cu_seqlens=cu_seqlens, logits=logits)
         fresh = state is None
         state = self.init_state(sequences) if state is None else state
         if previous_label is not None:
             state = self.label_waiting(previous_label, state)
-        return refresh.run(*block, *batch, state, fresh=fresh, slow=slow, **how)
+        return refresh.run(*arguments, state, fresh=fresh, cu_seqlens=cu_seqlens, logits=logits, slow=slow)
 
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The training loss, the weighted mean over tokens, without ever holding the logits.
+        """The training loss, the mean over tokens weighted with `weights`, without ever holding the logits.
 
-        For the published layer, with or without decay and packing, it is written by hand, forwards and backwards
-        (published_loss.py): twice as fast and half the memory of `run`, which serves everything else.
+        For the published layer with the sum rule (learning/published_loss.py) and the refreshed one with within="held"
+        (learning/training_loss.py), forward and backward pass are written by hand. That takes half the time and half
+        the memory of `run` for the published layer. Everything else goes through `run`.
 
         Args:
             x: (B, T, D).
@@ -235,7 +237,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             >>> block.steps.grad.shape  # the sizes of the steps learn too
             torch.Size([6])
         """
-        if self._by_hand(weights):
+        if self._published_by_hand(weights):
             labels, weights = self._checked(x, labels, weights, cu_seqlens)
             share = weights / fwl.normalization(self.config, OPS, weights, cu_seqlens)
             return published_loss.loss(self.config, self._weights(), x, labels, weights, share, cu_seqlens)
@@ -246,35 +248,35 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         out = self.run(x, labels, weights, cu_seqlens=cu_seqlens, logits=False, slow=False)
         return (out.loss * weights).sum() / total
 
-    def _by_hand(self, weights):
-        """Whether published_loss.py, which is faster, has this case."""
-        plain = (self.config.rule, self.config.clip, self.config.refresh) == ("sum", None, None)
-        return plain and not weights.requires_grad and not is_watched()
+    def _published_by_hand(self, weights):
+        """Whether published_loss.py covers this layer, and gradients of weights and transforms are not asked for."""
+        covered = (self.config.rule, self.config.clip, self.config.refresh) == ("sum", None, None)
+        return covered and not weights.requires_grad and not is_watched()
 
     def slow_logits(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) of the parameters as they are, which learned nothing from the document, for x (B, T, D)."""
         self.initialize_parameters(x)
-        p = self._weights()
-        return fwl.slow_pass(self.config, OPS, p, x).n @ p["unembed"] + p["unembed_bias"]
+        params = self._weights()
+        return fwl.slow_pass(self.config, OPS, params, x).n @ params["unembed"] + params["unembed_bias"]
 
     def slow_loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """The loss (B, T) of each label by the parameters as they are, without holding the logits."""
         self.initialize_parameters(x)
-        p = self._weights()
-        return OPS.loss(fwl.slow_pass(self.config, OPS, p, x).n, p["unembed"], p["unembed_bias"], labels)
+        params = self._weights()
+        return OPS.loss(fwl.slow_pass(self.config, OPS, params, x).n, params["unembed"], params["unembed_bias"], labels)
 
     def init_state(self, batch: int) -> Any:
         """The state before the first token of `batch` sequences, for `step`: nothing learned, nothing waiting."""
         if self.has_uninitialized_params():
             raise FastWeightError("inputs is not known yet; expected FWLBlock(..., inputs=D) or a call before this")
-        c, like = self.config, self.scale
-        inputs = self.dense1.shape[0]
-        if c.refresh is not None:
-            return refresh.init_state(c, inputs, batch, like)
-        wide = accumulation_dtype(like)
-        zeros = lambda *shape, dtype=wide: like.new_zeros(batch, *shape, dtype=dtype)  # noqa: E731
-        learned = (zeros(1, inputs + 1, c.hidden_width), zeros(1, c.hidden_width + 1, c.size), zeros(1, 1, 2 * c.size))
-        return FWLState(*learned, zeros(inputs, dtype=like.dtype), zeros())
+        config, inputs = self.config, self.dense1.shape[0]
+        if config.refresh is not None:
+            return refresh.init_state(config, inputs, batch, self.scale)
+        F, size, wide = config.hidden_width, config.size, accumulation_dtype(self.scale)
+        shapes = (1, inputs + 1, F), (1, F + 1, size), (1, 1, 2 * size)
+        dense1, dense2, norm = (self.scale.new_zeros(batch, *shape, dtype=wide) for shape in shapes)
+        pending, waiting = self.scale.new_zeros(batch, inputs), self.scale.new_zeros(batch, dtype=wide)
+        return FWLState(dense1, dense2, norm, pending, waiting)
 
     def step(
         self, x: Tensor, previous_label: Tensor | None, state: Any, weight: Tensor | None = None
@@ -284,8 +286,8 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         A stream does not know how many tokens it will have, so `normalizer` must be a number.
 
         Args:
-            x: (B, D).
-            previous_label: (B,) label of the token before x, learned from now; None at the first token.
+            x: (B, D), input of the token.
+            previous_label: (B,) label of the token before x, which can be learned now; None at the first token.
             state: what the last call returned, or `init_state(B)`.
             weight: (B,) of previous_label; 1 when absent, 0 leaves it unlearned.
 
@@ -296,11 +298,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
             ...     logits, state = block.step(torch.randn(1, 8), label, state)
             ...     label = logits.argmax(-1)  # the next token is known now, and will be learned with the next call
         """
-        if isinstance(self.config.normalizer, str):
-            raise FastWeightError(
-                f"normalizer is {self.config.normalizer!r}; expected a number of tokens for step: "
-                "a stream does not know how many tokens will follow"
-            )
+        self._normalizer_as_number("step: a stream does not know how many tokens will follow")
         self._check_state(state, x.shape[0])
         if self.config.refresh is not None:
             return self._refreshed_step(x, previous_label, state, weight)
@@ -311,33 +309,32 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return fwl.step(self.config, OPS, self._weights(), x, previous_label, weight, state)
 
     def label_waiting(self, label: Tensor, state: RefreshState) -> RefreshState:
-        """The state of a refreshed block once the label (B,) of its newest token is known; a known one stays.
+        """The state of a refreshed block with the label (B,) of its newest token; a label that is there already stays.
 
-        A stream that was cut after a token learns from that token only when its label is told, by this or by
-        `previous_label` of the next call.
+        A stream that was cut after a token learns from it only once it has the label: by this, or by `previous_label`.
         """
         return labelled(self.config, OPS, state, label, torch.ones_like(label))
 
     @torch.no_grad()
     def start_steps(self, x: Tensor, factor: float = 1.0) -> None:
-        """Set each step to `factor` / mean |key|^2: with 1, a token's step moves each layer's output by its gradient.
+        """Set each step to factor / mean |key|^2: with 1, a token's step moves each layer's output by its gradient.
 
-        x (B, T, D): inputs of the kind the block will see.  A key is what a layer's gradient is multiplied with: its
-        input and the 1 of its bias; for the layer norm its standardised input.
+        A key is what a layer's gradient is multiplied with: its input and the 1 of its bias; for the layer norm the
+        standardised vector and 1.
+
+        Args:
+            x: (B, T, D), inputs of the kind that the block will see.
+            factor: one for all steps.
         """
-        if isinstance(self.config.normalizer, str):
-            raise FastWeightError(
-                f"normalizer is {self.config.normalizer!r}; expected a number of tokens for "
-                "start_steps: a step is a token's"
-            )
+        normalizer = self._normalizer_as_number("start_steps: a step is a token's")
         self.initialize_parameters(x)
         slow = fwl.slow_pass(self.config, OPS, self._weights(), x)
         sizes = [key.double().square().sum(-1).mean() + 1 for key in (x, slow.a, slow.xhat)]
-        steps = factor * self.config.normalizer / torch.stack(sizes).repeat_interleave(2)
+        steps = factor * normalizer / torch.stack(sizes).repeat_interleave(2)
         self.steps.copy_(steps.log() if self.config.log_steps else steps)
 
     def step_sizes(self) -> dict[str, float]:
-        """The steps by name, as they are now.
+        """The step sizes as they are now, by the name of the tensor that each of them belongs to.
 
         Examples:
             >>> FWLBlock(8, vocab_size=20, step_size=0.5).step_sizes()["dense1"]
@@ -347,28 +344,35 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return dict(zip(fwl_config.STEPS, steps.tolist(), strict=True))
 
     def _refreshed_step(self, x, previous_label, state, weight=None, full=None):
-        """`step` of a refreshed block; full, where the caller knows it: whether a whole chunk of tokens waits."""
+        """`step` of a refreshed block.  full: whether a full chunk waits in every row, where the caller knows it."""
         return refresh.step(self.config, OPS, self._weights(), x, previous_label, state, weight, full)
 
+    def _normalizer_as_number(self, use: str) -> float:
+        """The normalizer; raises FastWeightError unless it is a number.  use: which method needs that, and why."""
+        normalizer = self.config.normalizer
+        if isinstance(normalizer, str):
+            raise FastWeightError(f"normalizer is {normalizer!r}; expected a number of tokens for {use}")
+        return normalizer
+
     def _check_state(self, state, sequences):
-        """Raise FastWeightError unless the state is one of this block's, of as many sequences."""
+        """Raise FastWeightError unless `state` is a state of this block for as many sequences."""
         check = fwl_checks.check_state if self.config.refresh is None else check_state
         check(self.config, state, sequences, self.dense1.shape[0])
 
     def _weights(self):
         """Parameters by the names of fwl.py: the output embedding as (size, V), zeros for a bias that is absent."""
-        p: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
-        p["unembed"] = self.unembed.mT if self.tied else self.unembed
+        params: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        params["unembed"] = self.unembed.mT if self.tied else self.unembed
         if self.unembed_bias is None:
-            p["unembed_bias"] = self.scale.new_zeros(self.config.vocab_size)
-        return p
+            params["unembed_bias"] = self.scale.new_zeros(self.config.vocab_size)
+        return params
 
     def has_uninitialized_params(self) -> bool:
-        """Whether the width of x is not known yet; asked as torch.compile understands it."""
+        """Whether the width of x is not known yet; a form of the question that torch.compile can trace."""
         return isinstance(self.dense1, UninitializedParameter)
 
     def _checked(self, x, labels, weights, cu_seqlens=None):
-        """Integer labels and real weights, checked, once the width of x is known."""
+        """Labels (B, T) as int64 and weights as floats, checked; makes the parameters if this is the first call."""
         self.initialize_parameters(x)
         fwl_checks.check_shapes(self.config, x, labels, weights, self.dense1.shape[0])
         if cu_seqlens is not None:
@@ -377,7 +381,7 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return self._in_vocabulary(labels.argmax(-1) if labels.dim() == 3 else labels, weights), weights
 
     def _in_vocabulary(self, labels, weights):
-        """labels as int64; where looking costs no wait for a GPU, labels and weights are held to their range first."""
+        """labels as int64. Values of labels and weights are checked where that does not have to wait for a GPU."""
         if not is_watched() and labels.numel() and (not labels.is_cuda or debugging()):
             low, high = torch.aminmax(labels)
             bad = weights[~((weights >= 0) & weights.isfinite())]
@@ -385,4 +389,4 @@ class FWLBlock(LazyModuleMixin, nn.Module):
         return labels.long()
 
     def extra_repr(self) -> str:
-        return self.config.words
+        return self.config.summary

@@ -1,4 +1,10 @@
-"""CUDA graphs: a function of tensors, captured once for each kind of call and replayed as a single launch."""
+"""CUDA graphs: a function of tensors, captured once for each kind of call and replayed as a single launch.
+
+Where a call consists of many small kernels, the host takes longer to launch them than the GPU to run them. `call` is
+for functions that are called again and again with tensors of the same shapes: it runs the first call eagerly, captures
+the second one, and replays the graph from then on. `capture` and `replay` are its parts, for callers that keep graphs
+of their own: training steps, generation, dynamic evaluation. On a CPU nothing is captured.
+"""
 
 import threading
 import warnings
@@ -13,7 +19,7 @@ from torch import Tensor
 from fastweights.torch import private
 
 HAS_TRITON = find_spec("triton") is not None
-MOST = 16  # graphs that are kept, the least recently used go first; each holds the memory of its call
+MOST = 16  # graphs that are kept at a time; each holds the memory of its call
 
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -21,7 +27,12 @@ Call = Callable[..., tuple[Tensor, ...]]
 class Graph(NamedTuple):
     """A captured call: copy into `inputs`, replay, copy from `outputs`.
 
-    A graph knows addresses, not values, so these tensors stay where they are as long as it lives.
+    A graph knows addresses, not values, so these tensors keep their addresses as long as the graph lives.
+
+    Attributes:
+        graph: what PyTorch captured.
+        inputs: tensors that the captured kernels read.
+        outputs: tensors that they write.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -29,12 +40,13 @@ class Graph(NamedTuple):
     outputs: tuple[Tensor, ...]
 
 
-_known: OrderedDict[Hashable, Graph | str | None] = OrderedDict()  # None: seen once;  a string: why it cannot be
-_lock = threading.RLock()  # what is captured may itself call functions that are
+# By key, least recently used first: the graph; or None after the first call; or why the call cannot be captured.
+_calls: OrderedDict[Hashable, Graph | str | None] = OrderedDict()
+_lock = threading.RLock()  # reentrant: a function that is captured may itself use `call`
 
 
 def refuses(x: Tensor) -> str | None:
-    """Why calls on x are not captured, or None."""
+    """Why calls on tensor x are not captured; None where they are."""
     if not x.is_cuda:
         return "x is not on a GPU"
     if torch.version.hip:
@@ -45,39 +57,47 @@ def refuses(x: Tensor) -> str | None:
 
 
 def call(key: Hashable, f: Call, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """f(*inputs). The first call with a key runs as it is, the second captures a graph, later ones replay it.
+    """f(*inputs): run eagerly the first time that there is this key, captured the second time, replayed from then on.
 
-    key: all that f depends on besides the values of its inputs and of tensors that stay where they are. Shapes, dtypes
-    and the device of the inputs are added to it, and autocast's dtype. A call that cannot be captured goes on as it is,
-    and says why once.
+    A call that cannot be captured runs eagerly every time; a warning says why, once.
+
+    Args:
+        key: all that f depends on, besides the values of its inputs and of tensors that keep their addresses, such as
+            parameters. Shapes, dtypes and devices of the inputs and autocast's dtype are added to the key.
+        f: the function.
+        inputs: its arguments, at least one.
+
+    Returns:
+        What f returns, in memory of its own: the next replay does not overwrite it.
     """
     if refuses(inputs[0]):
         return f(*inputs)
-    key = _whole(key, inputs)
+    key = _full_key(key, inputs)
     with _lock:
-        if key not in _known:
-            _remember(key, None)
-            _compile_together(f, inputs)
+        if key not in _calls:
+            _store(key, None)
+            _compile_kernels(f, inputs)
             return f(*inputs)
-        found = _known[key]
-        if found is None:
-            found = capture(f, inputs)
-            _remember(key, found)
-        _known.move_to_end(key)
-        if isinstance(found, str):
+        graph = _calls[key]
+        if graph is None:
+            graph = capture(f, inputs)
+            _store(key, graph)
+        _calls.move_to_end(key)
+        if isinstance(graph, str):
             return f(*inputs)
-        outputs = replay(found, inputs)
+        outputs = replay(graph, inputs)
         results = [torch.empty_like(x) for x in outputs]
         private.copy_all(results, list(outputs))
         return tuple(results)
 
 
-def _compile_together(f, inputs):
-    """Compile the kernels that f launches side by side, once for each function and kind of inputs.
+def _compile_kernels(f, inputs):
+    """Compile the Triton kernels that f launches in parallel, once for each function and kind of inputs.
 
-    What can be captured runs on any numbers and changes nothing but its own tensors, so it can be rehearsed. Not so a
-    method of an object, such as one that calls someone else's model, which may look things up at places that kernels
-    make: that is handed over as a `functools.partial`, which has no code of its own.
+    Compiling runs f without its kernels: on memory that holds any values, with the results dropped. A function that can
+    be captured allows that, since it changes nothing but its own tensors. A method of someone else's model may not: it
+    may look values up at places that kernels compute. Such functions are passed to `call` as a `functools.partial`,
+    which has no code of its own, and are left out here.
     """
     if HAS_TRITON and hasattr(f, "__code__"):
         from fastweights.torch.kernels import launch
@@ -86,55 +106,55 @@ def _compile_together(f, inputs):
         launch.rehearse((f.__code__, kinds), lambda: f(*inputs))
 
 
-def replay(found: Graph, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs of a captured call for other inputs, which the next replay overwrites."""
-    private.copy_all(list(found.inputs), list(inputs))
-    found.graph.replay()
-    return found.outputs
+def replay(graph: Graph, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a captured call for other inputs; the next replay overwrites them."""
+    private.copy_all(list(graph.inputs), list(inputs))
+    graph.graph.replay()
+    return graph.outputs
 
 
-def _whole(key, inputs):
-    """The key with all else that a recording depends on: shapes, dtypes, devices, and whether autocast is on."""
+def _full_key(key, inputs):
+    """The key with all else that a capture depends on: shapes, dtypes and devices, and whether autocast is on."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return key, autocast, tuple((x.shape, x.dtype, x.device) for x in inputs)
 
 
-def why_not(key: Hashable, inputs: tuple[Tensor, ...]) -> str | None:
-    """Why calls like this one are not replayed, or None if they are or will be."""
-    found = _known.get(_whole(key, inputs))
-    return refuses(inputs[0]) or (found if isinstance(found, str) else None)
+def _store(key, graph):
+    """Store a graph, None or a reason under a key as the newest one, and drop the oldest beyond the limits.
 
-
-def _remember(key, found):
-    """Note what is known of a key, and let go of the least recently used graphs and keys beyond the limits."""
-    _known[key] = found
-    _known.move_to_end(key)
-    graphs = [k for k, known in _known.items() if isinstance(known, Graph)]
-    for old in (*graphs[:-MOST], *list(_known)[: -64 * MOST]):
-        del _known[old]
+    At most MOST graphs are kept, and 64 times as many keys.
+    """
+    _calls[key] = graph
+    _calls.move_to_end(key)
+    captured = [k for k, known in _calls.items() if isinstance(known, Graph)]
+    for old in (*captured[:-MOST], *list(_calls)[: -64 * MOST]):
+        del _calls[old]
 
 
 def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | str:
-    """f as a graph on copies of the inputs, or why it cannot be one.
+    """f captured as a graph on copies of the inputs; or, as a string, why that failed, which is also warned of.
 
-    f runs once on another stream first: kernels are compiled then, and libraries make their workspaces, neither of
-    which may happen while a graph is recorded. A replay is compared with the call itself, which draws the same random
-    numbers, before the graph is used.
+    f runs once on another stream first: kernels are compiled then and libraries allocate their workspaces, neither of
+    which may happen during capture. Before the graph is used, a replay is compared with an eager call that draws the
+    same random numbers.
 
-    pool: memory that graphs share, of which no two are in use at once.
+    Args:
+        f: the function.
+        inputs: its arguments.
+        pool: memory pool of other graphs, to share their memory; no two of them may then be in use at once.
     """
     with torch.cuda.device(inputs[0].device), torch.inference_mode(False), torch.no_grad():
-        own = tuple(torch.empty_like(x).copy_(x) for x in inputs)
-        random = torch.cuda.get_rng_state()  # as if nothing had been drawn here
-        stream = torch.cuda.Stream(priority=-1)  # before what f may run beside it on another stream
+        copies = tuple(torch.empty_like(x).copy_(x) for x in inputs)
+        random = torch.cuda.get_rng_state()  # restored below, as if nothing had been drawn here
+        stream = torch.cuda.Stream(priority=-1)  # goes before side streams of f, which may have priority 0
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            f(*own)  # compiles kernels and makes the libraries' workspaces
+            f(*copies)  # compiles kernels and allocates the libraries' workspaces
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                outputs = f(*own)
+                outputs = f(*copies)
         except RuntimeError as error:
             reason = f"capturing failed: {str(error).splitlines()[0]}"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
@@ -143,22 +163,23 @@ def capture(f: Call, inputs: tuple[Tensor, ...], pool: Any = None) -> Graph | st
         torch.cuda.set_rng_state(random)
         graph.replay()
         torch.cuda.set_rng_state(random)
-        same = all(map(close, outputs, f(*own)))
+        same = all(map(close, outputs, f(*copies)))
         torch.cuda.set_rng_state(random)
         if not same:
             reason = "a replay gave other numbers than the call itself"
             warnings.warn(f"calls go on without a CUDA graph; {reason}", stacklevel=2)
             return reason
-    return Graph(graph, own, outputs)
+    return Graph(graph, copies, outputs)
 
 
 def close(got: Tensor, want: Tensor) -> bool:
-    """Whether a replay and the call itself gave the same but for rounding; numbers that are none must be none in both.
+    """Whether a replay and the eager call gave the same results but for rounding; NaN must be NaN in both.
 
-    A library may choose other kernels while a graph is recorded: transformers then masks its attention explicitly, for
-    which PyTorch has another kernel. In TF32 the gradients of 30 layers then differ by half a percent, and single
-    entries, sums in which much cancels, by more than one percent of the largest: so it is the root mean square of the
-    differences that must stay below one percent, and no entry may be off by five.
+    The root mean square of the differences must stay below one percent of that of `want`, and each difference below
+    five percent of the largest entry. The limits are this wide since a library may choose other kernels during capture:
+    transformers then masks its attention explicitly, for which PyTorch has another kernel. In TF32 the gradients of 30
+    layers then differ by half a percent, and single entries, sums in which much cancels, by more than one percent of
+    the largest.
 
     Examples:
         >>> close(torch.tensor([1.0, 2.0]), torch.tensor([1.001, 2.0])), close(torch.ones(2), torch.zeros(2))
@@ -171,7 +192,7 @@ def close(got: Tensor, want: Tensor) -> bool:
         return True
     finite = a.isfinite() & b.isfinite()
     same = (a == b) | (a.isnan() & b.isnan())
-    apart = torch.where(finite, a - b, 0.0).abs()
+    difference = torch.where(finite, a - b, 0.0).abs()
     size = torch.where(finite, b, 0.0).abs().clamp(min=1e-6)
-    far = apart.square().mean().sqrt() > 1e-2 * size.square().mean().sqrt()
-    return bool((~far & ((finite & (apart <= 5e-2 * size.amax())) | same).all()).item())
+    far = difference.square().mean().sqrt() > 1e-2 * size.square().mean().sqrt()
+    return bool((~far & ((finite & (difference <= 5e-2 * size.amax())) | same).all()).item())

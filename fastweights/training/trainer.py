@@ -21,7 +21,7 @@ from fastweights.models.config import Config
 from fastweights.models.language_model import LanguageModel, State
 from fastweights.text.corpus_files import Corpus
 from fastweights.torch.devices import matrix_peak
-from fastweights.torch.learning.training_loss import WALKED, unfit
+from fastweights.torch.learning.training_loss import WALK_DEVICES, unfit
 from fastweights.torch.tree import map_tensors
 from fastweights.training import checkpoints, log
 from fastweights.training.batches import Ahead, Batches
@@ -149,7 +149,9 @@ class Trainer:
         device = self.ranks.device.partition(":")[0]
         if reason := unfit(self.model.fast.config, device, self.config.length):
             return f"; Fast Weight Layer with weights per document, eager ({reason})"
-        form = "with weights per row, by hand" if device in WALKED else "by products with earlier tokens, captured"
+        form = (
+            "with weights per row, by hand" if device in WALK_DEVICES else "by products with earlier tokens, captured"
+        )
         return f"; Fast Weight Layer {form}"
 
     def flop_per_token(self) -> int:

@@ -1,17 +1,20 @@
-"""The chunk step of held.py on a GPU with 16-bit products: what lies between its matrix products, in single passes.
+"""What lies between the matrix products of learning/held_overlapped.py, each step a single pass through memory.
 
-The fast weights are kept in float32, and beside them a copy in the dtype of the products. An update writes both at
-once, so that a chunk reads and writes the weights of each sequence once. N sequences, T tokens of a chunk each, D
-inputs, F hidden, size outputs; rows are the N * T tokens. A layer's weights and bias are one tensor, the bias as its
-last row; scale and shift of the norm are one too.
+That is how a held Fast Weight Layer reads a chunk on a GPU with 16-bit products. Below are the kernels, then the
+functions that launch them. The fast weights are kept in float32, and a copy of them (`low`) in the dtype of the
+products. An update writes both at once, so that a chunk reads and writes the weights of each sequence once.
+
+N sequences, T tokens of a chunk each, D inputs, F hidden, size outputs, V words; rows are the N * T tokens. A layer's
+weights and bias are one tensor, the bias as its last row; scale and shift of the norm are one too. `steps` are the six
+step sizes, in the order of `fwl_config.STEPS`.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-INPUTS, OUTPUTS, WARPS = 64, 64, 4  # of the tile of weights that a program updates, and its warps
-COLUMNS = 64  # hidden units of a program
+INPUTS, OUTPUTS, WARPS = 64, 64, 4  # rows and columns of the tile of weights that a program updates, and its warps
+COLUMNS = 64  # hidden units that a program of `_hidden` computes
 
 
 @triton.jit
@@ -21,114 +24,119 @@ def _hidden(
 ):  # fmt: skip
     """r = relu(h + bias - what the chunk before has taught) and a = r^2. One program: BF columns of a sequence.
 
-    With x0 the tokens of the chunk before and g = r0 half0 half of the gradient at its hidden layer, the weights have
-    changed by -2 e0 x0^T g and the bias by -2 e1 sum g since h was computed; the bias is changed here.
+    With x0 the tokens of the chunk before and g = r0 half0, half of the gradient at its hidden layer, the weights
+    change by -2 e0 x0^T g and the bias by -2 e1 sum g. h was computed without that change: it is subtracted here. The
+    bias is updated here. FIRST: there is no chunk before.
 
-        h, r0, half0, r, a    (N, T, F);  bias (N, F), bias_stride from sequence to sequence, in float32
-        gram                  (N, T, T), x x0^T, gram_stride from sequence to sequence
+        h, r0, half0, r, a    (N, T, F), r and a written;  bias (N, F) in float32, bias_stride between sequences
+        gram                  (N, T, T), x x0^T, gram_stride between sequences
         steps                 (6,): e0 and e1 are the first two
     """
     n = tl.program_id(0).to(tl.int64)
-    o = tl.program_id(1) * BF + tl.arange(0, BF)
+    column = tl.program_id(1) * BF + tl.arange(0, BF)
     t = tl.arange(0, BT)
-    at = (n * T + t[:, None]) * F + o[None, :]
-    inside = (t < T)[:, None] & (o < F)[None, :]
-    x = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(bias + n * bias_stride + o, mask=o < F, other=0.0)
+    offsets = (n * T + t[:, None]) * F + column[None, :]
+    inside = (t < T)[:, None] & (column < F)[None, :]
+    x = tl.load(h + offsets, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(bias + n * bias_stride + column, mask=column < F, other=0.0)
     if not FIRST:
-        g = tl.load(r0 + at, mask=inside, other=0.0).to(tl.float32)
-        g = (g * tl.load(half0 + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
+        g = tl.load(r0 + offsets, mask=inside, other=0.0).to(tl.float32)
+        g = (g * tl.load(half0 + offsets, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
         products = tl.load(gram + n * gram_stride + t[:, None] * T + t[None, :],
                            mask=(t < T)[:, None] & (t < T)[None, :], other=0.0)  # fmt: skip
         x -= tl.dot(products, g, input_precision="ieee") * (2.0 * tl.load(steps))
         b -= tl.sum(g.to(tl.float32), 0) * (2.0 * tl.load(steps + 1))
-        tl.store(bias + n * bias_stride + o, b, mask=o < F)
+        tl.store(bias + n * bias_stride + column, b, mask=column < F)
     x = tl.maximum(x + b[None, :], 0.0).to(r.dtype.element_ty)
-    tl.store(r + at, x, mask=inside)
+    tl.store(r + offsets, x, mask=inside)
     x = x.to(tl.float32)
-    tl.store(a + at, (x * x).to(a.dtype.element_ty), mask=inside)
+    tl.store(a + offsets, (x * x).to(a.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _norm(y, bias, bias_stride, norm, n, rstd, eps, T, size, BLOCK: tl.constexpr):
-    """xhat = standardised y + bias in the place of y, n = xhat scale + shift, and 1 / std. One program: one token.
+def _normalise(y, bias, bias_stride, norm, n, rstd, eps, T, size, BLOCK: tl.constexpr):
+    """xhat, the standardised y + bias, in the place of y; n = xhat scale + shift; 1 / std. One program: one token.
 
-    y, n    (N * T, size);  bias (N, size), bias_stride from sequence to sequence;  norm (N, 2 size);  rstd (N * T,)
+    y, n    (N * T, size), n written;  bias (N, size), bias_stride between sequences
+    norm    (N, 2 size), scale and shift;  rstd (N * T,), written: 1 / the standard deviation
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
-    mine = norm + row // T * 2 * size + column
+    scale = norm + row // T * 2 * size + column  # of the row's sequence; shift follows it
     x = tl.load(y + row * size + column, mask=mask, other=0.0).to(tl.float32)
     x += tl.load(bias + row // T * bias_stride + column, mask=mask, other=0.0)
     x = tl.where(mask, x - tl.sum(x, 0) / size, 0.0)
-    one = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
-    x = x * one
-    tl.store(rstd + row, one)
+    inverse_std = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+    x = x * inverse_std
+    tl.store(rstd + row, inverse_std)
     tl.store(y + row * size + column, x.to(y.dtype.element_ty), mask=mask)
-    x = x * tl.load(mine, mask=mask, other=0.0) + tl.load(mine + size, mask=mask, other=0.0)
+    x = x * tl.load(scale, mask=mask, other=0.0) + tl.load(scale + size, mask=mask, other=0.0)
     tl.store(n + row * size + column, x.to(n.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _norm_backward(dn, share, share_stride, xhat, norm, rstd, dy, T, size, BLOCK: tl.constexpr):
-    """dn times the token's share in its place, and dy before the norm. One program: one token.
+def _normalise_backward(dn, share, share_stride, xhat, norm, rstd, dy, T, size, BLOCK: tl.constexpr):
+    """dn times the token's share, in its place, and from it dy, the gradient before the norm. One program: one token.
 
-    dn, xhat, dy    (N * T, size);  share (N, T), share_stride from sequence to sequence;  norm (N, 2 size)
+    dn, xhat, dy    (N * T, size), dn and dy written;  share (N, T), share_stride between sequences
+    norm            (N, 2 size), scale and shift;  rstd (N * T,), as `_normalise` wrote it
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
-    at = row * size + column
-    g = tl.load(dn + at, mask=mask, other=0.0).to(tl.float32)
+    offsets = row * size + column
+    g = tl.load(dn + offsets, mask=mask, other=0.0).to(tl.float32)
     g = g * tl.load(share + row // T * share_stride + row % T).to(tl.float32)
-    tl.store(dn + at, g.to(dn.dtype.element_ty), mask=mask)
+    tl.store(dn + offsets, g.to(dn.dtype.element_ty), mask=mask)
     g = g * tl.load(norm + row // T * 2 * size + column, mask=mask, other=0.0)
-    x = tl.load(xhat + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(xhat + offsets, mask=mask, other=0.0).to(tl.float32)
     g = g - tl.sum(g, 0) / size - x * (tl.sum(g * x, 0) / size)
-    tl.store(dy + at, (g * tl.load(rstd + row)).to(dy.dtype.element_ty), mask=mask)
+    tl.store(dy + offsets, (g * tl.load(rstd + row)).to(dy.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _softmax(
-    z, n, words, c, label, label_stride, loss, loss_stride, T, V, size,
+    z, n, embedding, bias, label, label_stride, loss, loss_stride, T, V, size,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """z becomes softmax(z) less 1 at the label, and the loss is written. One program: one token.
 
     The label's own logit is computed once more, in float32: the rounding of z would be seen in the loss.
 
-        z       (N * T, V), logits;  n (N * T, size);  words (V, size);  c (V,)
-        label, loss    (N, T), with strides from sequence to sequence
-        WHOLE   all words are one block, which is then loaded once
+        z               (N * T, V), logits;  n (N * T, size), features;  embedding (V, size);  bias (V,)
+        label, loss     (N, T), label_stride and loss_stride between sequences; loss is written
+        WHOLE           BLOCK covers all words, which are then loaded once; else in blocks, with a running maximum
+        SIZE            a power of two of at least `size`
     """
     row = tl.program_id(0).to(tl.int64)
-    at = z + row * V
+    logits = z + row * V
     column = tl.arange(0, BLOCK)
-    x = tl.load(at + column, mask=column < V, other=-float("inf")).to(tl.float32)
-    y = tl.load(label + row // T * label_stride + row % T)
+    x = tl.load(logits + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    label_of_row = tl.load(label + row // T * label_stride + row % T)
     top = tl.max(x, 0)
     if WHOLE:
         log_sum = top + tl.log(tl.sum(tl.exp(x - top), 0))
-        p = tl.exp(x - log_sum) - tl.where(column == y, 1.0, 0.0)
-        tl.store(at + column, p.to(z.dtype.element_ty), mask=column < V)
+        p = tl.exp(x - log_sum) - tl.where(column == label_of_row, 1.0, 0.0)
+        tl.store(logits + column, p.to(z.dtype.element_ty), mask=column < V)
     else:
         total = tl.exp(x - top)
         for first in range(BLOCK, V, BLOCK):
-            x = tl.load(at + first + column, mask=first + column < V, other=-float("inf")).to(tl.float32)
-            new = tl.maximum(top, tl.max(x, 0))
-            total = total * tl.exp(top - new) + tl.exp(x - new)
-            top = new
+            x = tl.load(logits + first + column, mask=first + column < V, other=-float("inf")).to(tl.float32)
+            new_top = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - new_top) + tl.exp(x - new_top)
+            top = new_top
         log_sum = top + tl.log(tl.sum(total, 0))
         for first in range(0, V, BLOCK):
             inside = first + column < V
-            x = tl.load(at + first + column, mask=inside, other=-float("inf")).to(tl.float32)
-            p = tl.exp(x - log_sum) - tl.where(first + column == y, 1.0, 0.0)
-            tl.store(at + first + column, p.to(z.dtype.element_ty), mask=inside)
+            x = tl.load(logits + first + column, mask=inside, other=-float("inf")).to(tl.float32)
+            p = tl.exp(x - log_sum) - tl.where(first + column == label_of_row, 1.0, 0.0)
+            tl.store(logits + first + column, p.to(z.dtype.element_ty), mask=inside)
     column = tl.arange(0, SIZE)
-    word = tl.load(words + y * size + column, mask=column < size, other=0.0).to(tl.float32)
-    word *= tl.load(n + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    tl.store(loss + row // T * loss_stride + row % T, log_sum - tl.sum(word, 0) - tl.load(c + y).to(tl.float32))
+    products = tl.load(embedding + label_of_row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    products *= tl.load(n + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    loss_of_row = loss + row // T * loss_stride + row % T
+    tl.store(loss_of_row, log_sum - tl.sum(products, 0) - tl.load(bias + label_of_row).to(tl.float32))
 
 
 @triton.jit
@@ -137,44 +145,45 @@ def _update(
     STEP: tl.constexpr, FACTOR: tl.constexpr, HAS_R: tl.constexpr, BIAS: tl.constexpr,
     BI: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """w -= step FACTOR k^T (g r), also as a copy in 16 bits, and where BIAS its last row -= step' FACTOR sum g r.
+    """w -= FACTOR step k^T (g r), and the same as a copy in 16 bits; BIAS: its last row -= FACTOR step' sum g r.
 
-    Of BI x BO weights of sequence n, those of number `tile`; the tiles of the first inputs see to the bias.
+    For one tile of BI x BO weights of sequence n, that with the number `tile`; the tiles of the first BI inputs update
+    the bias. Without HAS_R, g stands for g r.
 
-        w       (N, inputs + 1, outputs);  low (N, inputs, outputs)
-        k       (N, T, inputs), k_stride from sequence to sequence;  g, r (N, T, outputs), r where HAS_R
-        steps   (6,): STEP is w's, the next one the bias's
+        w       (N, inputs + 1, outputs), updated;  low (N, inputs, outputs), written
+        k       (N, T, inputs), k_stride between sequences;  g, r (N, T, outputs)
+        steps   (6,): number STEP is the step of w, the next one that of the bias
     """
-    across = tl.cdiv(outputs, BO)
-    i = tile // across * BI + tl.arange(0, BI)
-    o = tile % across * BO + tl.arange(0, BO)
-    own = w + n * (inputs + 1) * outputs
-    mine = i[:, None] * outputs + o[None, :]
-    whole = (i < inputs)[:, None] & (o < outputs)[None, :]
-    old = tl.load(own + mine, mask=whole, other=0.0)  # asked for first, since it is far away
+    tiles_across = tl.cdiv(outputs, BO)
+    i = tile // tiles_across * BI + tl.arange(0, BI)
+    o = tile % tiles_across * BO + tl.arange(0, BO)
+    w_n = w + n * (inputs + 1) * outputs
+    weight_offsets = i[:, None] * outputs + o[None, :]
+    weight_mask = (i < inputs)[:, None] & (o < outputs)[None, :]
+    old = tl.load(w_n + weight_offsets, mask=weight_mask, other=0.0)  # loaded first: it takes longest to arrive
     change = tl.zeros([BI, BO], tl.float32)
     total = tl.zeros([BO], tl.float32)
     for first in range(0, T, BT):
         t = first + tl.arange(0, BT)
         keys = tl.load(k + n * k_stride + t[None, :] * inputs + i[:, None],
                        mask=(t < T)[None, :] & (i < inputs)[:, None], other=0.0)  # fmt: skip
-        at = (n * T + t[:, None]) * outputs + o[None, :]
+        offsets = (n * T + t[:, None]) * outputs + o[None, :]
         inside = (t < T)[:, None] & (o < outputs)[None, :]
-        gradients = tl.load(g + at, mask=inside, other=0.0)
+        gradients = tl.load(g + offsets, mask=inside, other=0.0)
         if HAS_R:
-            gate = tl.load(r + at, mask=inside, other=0.0)
+            gate = tl.load(r + offsets, mask=inside, other=0.0)
             gradients = (gradients.to(tl.float32) * gate.to(tl.float32)).to(g.dtype.element_ty)
         change += tl.dot(keys, gradients, input_precision="ieee")
         if BIAS:
             total += tl.sum(gradients.to(tl.float32), 0)
     new = old - change * (FACTOR * tl.load(steps + STEP))
-    tl.store(own + mine, new, mask=whole)
-    tl.store(low + n * inputs * outputs + mine, new.to(low.dtype.element_ty), mask=whole)
+    tl.store(w_n + weight_offsets, new, mask=weight_mask)
+    tl.store(low + n * inputs * outputs + weight_offsets, new.to(low.dtype.element_ty), mask=weight_mask)
     if BIAS:  # noqa: SIM102 - known when the kernel is compiled
-        if tile < across:
-            last = own + inputs * outputs + o
-            moved = tl.load(last, mask=o < outputs, other=0.0) - total * (FACTOR * tl.load(steps + STEP + 1))
-            tl.store(last, moved, mask=o < outputs)
+        if tile < tiles_across:
+            bias = w_n + inputs * outputs + o
+            new_bias = tl.load(bias, mask=o < outputs, other=0.0) - total * (FACTOR * tl.load(steps + STEP + 1))
+            tl.store(bias, new_bias, mask=o < outputs)
 
 
 @triton.jit
@@ -182,7 +191,7 @@ def _learn_first(
     w, low, x, half, r, steps, x_stride, T, D, F, BIAS: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
-    """A step of the first layer; its gradient is 2 r half. One program: a tile of one sequence, as in `_update`."""
+    """A step of the first layer, whose gradient is 2 r half. One program: a tile of one sequence, as in `_update`."""
     n = tl.program_id(0).to(tl.int64)
     _update(n, tl.program_id(1), w, low, x, half, r, steps, x_stride, T, D, F, 0, 2.0, True, BIAS, BI, BO, BT)
 
@@ -193,7 +202,8 @@ def _learn_second(
 ):  # fmt: skip
     """A step of the second layer and of the norm. One program: a tile of either, of one sequence.
 
-    w, low       as in `_update`;  norm (N, 2 size): scale -= step sum xhat dn and shift -= step' sum dn
+    w, low       as in `_update`
+    norm         (N, 2 size), updated: scale -= e4 sum xhat dn and shift -= e5 sum dn
     a            (N, T, F);  dy, xhat, dn (N, T, size)
     """
     n = tl.program_id(0).to(tl.int64)
@@ -208,10 +218,10 @@ def _learn_second(
         total = tl.zeros([BO], tl.float32)
         for first in range(0, T, BT):
             t = first + tl.arange(0, BT)
-            at = (n * T + t[:, None]) * size + column[None, :]
+            offsets = (n * T + t[:, None]) * size + column[None, :]
             inside = (t < T)[:, None] & mask[None, :]
-            g = tl.load(dn + at, mask=inside, other=0.0).to(tl.float32)
-            along += tl.sum(g * tl.load(xhat + at, mask=inside, other=0.0).to(tl.float32), 0)
+            g = tl.load(dn + offsets, mask=inside, other=0.0).to(tl.float32)
+            along += tl.sum(g * tl.load(xhat + offsets, mask=inside, other=0.0).to(tl.float32), 0)
             total += tl.sum(g, 0)
         scale = norm + n * 2 * size + column
         tl.store(scale, tl.load(scale, mask=mask, other=0.0) - along * tl.load(steps + 4), mask=mask)
@@ -220,62 +230,74 @@ def _learn_second(
 
 
 def hidden(
-    h: Tensor, W1: Tensor, before: tuple[Tensor, Tensor, Tensor] | None, r: Tensor, a: Tensor, steps: Tensor
+    h: Tensor, W1: Tensor, last_update: tuple[Tensor, Tensor, Tensor] | None, r: Tensor, a: Tensor, steps: Tensor
 ) -> None:
-    """r and a (N, T, F) of a chunk from h, the product of its tokens with the weights before the last step.
+    """r = relu(h) and a = r^2 of a chunk, from its product with weights that miss the update of the chunk before.
 
     Args:
-        h: (N, T, F).
-        W1: (N, D + 1, F) in float32; its last row, the bias, takes the last step here.
-        before: the products (N, T, T) of its tokens with those of the chunk before, and r and half of that chunk.
-        r, a: get the results.
+        h: (N, T, F), the product, without bias.
+        W1: (N, D + 1, F) in float32; its last row, the bias, is updated here.
+        last_update: what the missing update is made of: products (N, T, T) of the chunk's tokens with those of the
+            chunk before, and r and `half` (N, T, F) of that chunk. None for the first chunk.
+        r, a: (N, T, F), written.
         steps: (6,) in float32.
     """
     N, T, F = h.shape
-    gram, r0, half0 = (h, h, h) if before is None else before
+    gram, r0, half0 = (h, h, h) if last_update is None else last_update
     bias = W1[:, -1]
     _hidden[N, triton.cdiv(F, COLUMNS)](
         h, bias, bias.stride(0), gram, gram.stride(0), r0, half0, r, a, steps, T, F,
-        FIRST=before is None, BT=_block(T), BF=COLUMNS,
+        FIRST=last_update is None, BT=_block(T), BF=COLUMNS,
     )  # fmt: skip
 
 
 def normalise(y: Tensor, W2: Tensor, norm: Tensor, n: Tensor, rstd: Tensor, eps: float) -> None:
-    """n (N, T, size) and rstd (N * T,) of y, which becomes xhat. W2's last row is the bias; norm: (N, 1, 2 size)."""
+    """The layer norm of y + bias2: y becomes xhat, features n and rstd are written.
+
+    Args:
+        y: (N, T, size), output of the second layer without its bias.
+        W2: (N, F + 1, size) in float32, whose last row is the bias.
+        norm: (N, 1, 2 size), scale and shift.
+        n: (N, T, size).
+        rstd: (N * T,), gets 1 / the standard deviation.
+        eps: of the norm.
+    """
     N, T, size = y.shape
     bias = W2[:, -1]
-    _norm[(N * T,)](y, bias, bias.stride(0), norm, n, rstd, eps, T, size, BLOCK=triton.next_power_of_2(size))
+    _normalise[(N * T,)](y, bias, bias.stride(0), norm, n, rstd, eps, T, size, BLOCK=triton.next_power_of_2(size))
 
 
 def normalise_backward(dn: Tensor, shares: Tensor, xhat: Tensor, norm: Tensor, rstd: Tensor, dy: Tensor) -> None:
-    """dy (N, T, size) before the norm from dn at the features, which becomes that of losses with their shares (N, T).
+    """Back through `normalise`: dn is multiplied by shares, in place, and dy is written.
 
     Args:
-        dn, xhat, dy: (N, T, size).
-        shares: (N, T) in float32.
-        norm, rstd: of `normalise`.
+        dn: (N, T, size), gradient of each token's loss at its features.
+        shares: (N, T) in float32, how much of it is learned.
+        xhat, norm, rstd: of `normalise`.
+        dy: (N, T, size).
     """
     N, T, size = dn.shape
-    _norm_backward[(N * T,)](
+    _normalise_backward[(N * T,)](
         dn, shares, shares.stride(0), xhat, norm, rstd, dy, T, size, BLOCK=triton.next_power_of_2(size)
     )
 
 
-def softmax(z: Tensor, n: Tensor, words: Tensor, c: Tensor, labels: Tensor, loss: Tensor) -> None:
+def softmax(z: Tensor, n: Tensor, embedding: Tensor, bias: Tensor, labels: Tensor, loss: Tensor) -> None:
     """z (N * T, V) becomes softmax(z) less 1 at the label; the loss (N, T) of each label is written.
 
     Args:
         z: logits.
-        n: (N, T, size) features.
-        words, c: (V, size) and (V,), the output embedding.
-        labels, loss: (N, T).
+        n: (N, T, size), features.
+        embedding, bias: (V, size) and (V,), the output embedding.
+        labels: (N, T).
+        loss: (N, T), written.
     """
-    V, size = words.shape
-    whole = V <= 16384
-    block = triton.next_power_of_2(V) if whole else 4096
+    V, size = embedding.shape
+    one_block = V <= 16384
+    block = triton.next_power_of_2(V) if one_block else 4096
     _softmax[(len(z),)](
-        z, n, words, c, labels, labels.stride(0), loss, loss.stride(0), labels.shape[1], V, size,
-        WHOLE=whole, BLOCK=block, SIZE=triton.next_power_of_2(size), num_warps=8 if block <= 8192 else 16,
+        z, n, embedding, bias, labels, labels.stride(0), loss, loss.stride(0), labels.shape[1], V, size,
+        WHOLE=one_block, BLOCK=block, SIZE=triton.next_power_of_2(size), num_warps=8 if block <= 8192 else 16,
     )  # fmt: skip
 
 
@@ -283,11 +305,12 @@ def learn_first(W1: Tensor, low: Tensor, x: Tensor, half: Tensor, r: Tensor, ste
     """One step of the first layer of every sequence, in place.
 
     Args:
-        W1, low: (N, D + 1, F) in float32, and (N, D, F) in the dtype of the products.
+        W1: (N, D + 1, F) in float32, updated.
+        low: (N, D, F) in the dtype of the products, written.
         x: (N, T, D), contiguous but for the distance from one sequence to the next.
-        half, r: (N, T, F); twice their product is the gradient.
+        half, r: (N, T, F); twice their product is the gradient at h.
         steps: (6,) in float32.
-        bias: whether the last row takes its step too, which `hidden` does otherwise.
+        bias: whether to update the last row too; else `hidden` does it with the next chunk.
     """
     (N, T, D), F = x.shape, r.shape[2]
     _learn_first[N, triton.cdiv(D, INPUTS) * triton.cdiv(F, OUTPUTS)](
@@ -302,10 +325,11 @@ def learn_second(
     """One step of the second layer and of the norm of every sequence, in place.
 
     Args:
-        W2, low: (N, F + 1, size) in float32, and where (N, F, size) in the dtype of the products is written.
-        norm: (N, 1, 2 size).
-        a: (N, T, F).
-        dy, xhat, dn: (N, T, size).
+        W2: (N, F + 1, size) in float32, updated.
+        low: (N, F, size) in the dtype of the products, written.
+        norm: (N, 1, 2 size), scale and shift, updated.
+        a: (N, T, F), input of the layer.
+        dy, xhat, dn: (N, T, size), of `normalise` and `normalise_backward`.
         steps: (6,) in float32.
     """
     (N, T, F), size = a.shape, dy.shape[2]
@@ -316,5 +340,5 @@ def learn_second(
 
 
 def _block(T: int) -> int:
-    """Tokens of a program."""
+    """Tokens that a program holds at once, for chunks of T: a power of two, at least the 16 that a product needs."""
     return max(16, triton.next_power_of_2(T))

@@ -1,12 +1,27 @@
 """Reading with a held Fast Weight Layer where nothing is to be differentiated: the chunk step by hand, in place.
 
-The mathematics is that of fastweights/refresh.py, in some 25 operations per chunk: the fast weights of every sequence
-are kept as they are, W + S, and each closed chunk changes them in place. Nothing here waits for a device, and shapes
-depend on the layout alone, so that a CUDA graph can capture it. Autograd could not follow changes in place, so training
-goes through refresh.py itself.
+The mathematics is that of fastweights/refresh.py with within="held", in some 25 operations per chunk: the fast weights
+W + S of every sequence are kept as they are, and each chunk that is learned changes them in place. Nothing here waits
+for a device, and shapes depend on the layout alone, so that a CUDA graph can capture it. Autograd could not follow
+changes in place: with gradients, learning/refresh.py goes through fastweights/refresh.py itself.
+
+`read` reads chunks, `losses` does so as CUDA graphs where losses alone are wanted, `step` reads one token of a stream.
+Two special cases have faster forms: one document on a CPU (held_single.py), 16-bit products on a GPU
+(held_overlapped.py).
+
+N sequences (rows), L tokens, C = `refresh` tokens of a chunk, D inputs, F hidden, size outputs, V words. A stack is
+what learns in one layer, as one tensor: (N, D + 1, F) and (N, F + 1, size) with the biases as last rows, and (N, 1,
+2 size) with scale and shift of the norm. Arguments that several functions take:
+
+    config             an `FWLConfig`
+    params             the layer's trained parameters by name
+    learned            S, the first three fields of a RefreshState
+    tokens             x (N, L, D), labels (N, L) and shares (N, L): a token's weight over the normaliser
+    chunks             `ChunkSlice`s in the order in which they are read; full ones (`close`) are learned from
+    embedding, bias    (V, size) and (V,), the output embedding as `cross_entropy.embedding_rows`
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +31,15 @@ from fastweights.fwl_config import FWLConfig
 from fastweights.refresh import RefreshState
 from fastweights.torch import cross_entropy, graphs, private, watching
 from fastweights.torch.dtypes import accumulation_dtype, wide
-from fastweights.torch.learning import held_overlapped as overlapped
-from fastweights.torch.learning import held_single as single
+from fastweights.torch.learning import held_overlapped, held_single
+from fastweights.torch.learning.layout import ChunkSlice
+from fastweights.torch.learning.steps import used_steps
 
-GROUP = 16  # chunks of one CUDA graph
-DIRECT = 2**24  # logits that are held at once where the vocabulary is not cut into blocks
+CHUNKS_PER_GRAPH = 16  # learned chunks of one CUDA graph
+MAX_LOGITS = 2**24  # held at once on a CPU; more are computed in blocks of the vocabulary
 
 
-class Weights(NamedTuple):
+class FastWeights(NamedTuple):
     """The six tensors that learn, one of each per sequence: matrices (N, in, out), vectors (N, 1, out)."""
 
     dense1: Tensor
@@ -34,272 +50,291 @@ class Weights(NamedTuple):
     shift: Tensor
 
     @classmethod
-    def of(cls, stacks: Sequence[Tensor]) -> "Weights":
-        """Views of both layers with their biases as last rows, and of scale and shift side by side."""
+    def views(cls, stacks: Sequence[Tensor]) -> "FastWeights":
+        """Views of the three stacks: what is written into them is written there."""
         dense1, dense2, norm = stacks
         scale, shift = norm.chunk(2, 2)
         return cls(dense1[:, :-1], dense1[:, -1:], dense2[:, :-1], dense2[:, -1:], scale, shift)
 
-    def rows(self, a: int, b: int) -> "Weights":
-        """Those of sequences a to b, as views: what is written into them is written here."""
-        return Weights(*(w[a:b] for w in self))
+    def of_rows(self, start: int, stop: int) -> "FastWeights":
+        """Views of those of sequences start to stop."""
+        return FastWeights(*(w[start:stop] for w in self))
+
+
+class Activations(NamedTuple):
+    """What the slow pass of a chunk at the fast weights of each sequence computed; widths F, then size.
+
+    Attributes:
+        r, a: (N, T, F), relu(h) of the first layer's output h, and a = r^2.
+        y: (N, T, size), output of the second layer.
+        xhat, mean, rstd: the layer norm of y without scale and shift, and its statistics.
+        n: (N, T, size), the features.
+    """
+
+    r: Tensor
+    a: Tensor
+    y: Tensor
+    xhat: Tensor
+    mean: Tensor
+    rstd: Tensor
+    n: Tensor
 
 
 def read(
     config: FWLConfig,
-    p: dict[str, Tensor],
+    params: dict[str, Tensor],
     learned: Sequence[Tensor],
     tokens: Sequence[Tensor],
-    calls: Sequence[Any],
-    words: Tensor,
-    c: Tensor,
+    chunks: Sequence[ChunkSlice],
+    embedding: Tensor,
+    bias: Tensor,
     *,
     score: bool,
     features: bool = True,
 ) -> tuple[list[tuple[Tensor | None, Tensor | None]], Sequence[Tensor]]:
-    """The features and losses of each call, and what each row has learned before its last chunk.
-
-    learned: the first three of a RefreshState;  tokens: x (N, L, D), labels and shares (N, L);  words (V, size) and
-    c (V,): the output embedding, in the dtype of the products.
+    """Read chunks.
 
     Args:
-        config: of the layer.
-        p: its parameters by name.
-        calls: chunks in order: rows a to b, tokens c to d, and whether the chunk is full (`close`), in which case it is
-            learned from.
-        score: whether the tokens of a chunk that is not full get losses too.
-        features: False where losses alone are wanted, and every call has all rows; one output may then stand for all.
+        config, params, learned, tokens, chunks, embedding, bias: as at the top of this file.
+        score: whether chunks that are not full get losses too.
+        features: False promises that losses alone are wanted and that every chunk has all rows; a single pair of (None,
+            losses of all chunks) may then be returned.
+
+    Returns:
+        Features and losses of each chunk, and what each row has learned before its last chunk.
     """
-    x, labels, shares = tokens
-    C = config.refresh
-    assert C is not None
-    start = _stacked(p)
-    stacks = [w + S[:, 0] for w, S in zip(start, learned, strict=True)]
-    if single.serves(config, stacks, tokens, words):
-        steps = _steps(config, p["steps"])
-        found = single.read(config, start, stacks, steps.tolist(), tokens, calls, words, c, score)
-        return found, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
-    outputs: list[tuple[Tensor | None, Tensor | None]] = []
-    loss: Tensor | None
+    x = tokens[0]
+    assert config.refresh is not None
+    trained_stacks = _trained_stacks(params)
+    stacks = [w + S[:, 0] for w, S in zip(trained_stacks, learned, strict=True)]
+    if held_single.can_read(config, stacks, tokens, embedding):
+        steps = used_steps(config, params["steps"]).tolist()
+        outputs = held_single.read(config, trained_stacks, stacks, steps, tokens, chunks, embedding, bias, score=score)
+        return outputs, _differences(stacks, trained_stacks)
     with torch.autocast(x.device.type, enabled=False):
-        if not features and not watching.steps and overlapped.serves(config, stacks, x, words):
-            closed = sum(call.close for call in calls)
-            loss = overlapped.read(config, stacks, _steps(config, p["steps"]).float(), tokens, closed, words, c)
-            return [(None, loss)], tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
-        trained, weights = Weights.of(start), Weights.of(stacks)
-        x, shares = x.to(words.dtype), shares.to(words.dtype)[..., None]
-        steps = _steps(config, p["steps"]).to(words.dtype)
-        keys = x * (2.0 * steps[0])
-        twice = torch.stack([steps[0], 2.0 * steps[1], *steps[2:]])  # the slope of the squared ReLU is in the step
-        sums = twice[:, None, None, None].expand(-1, len(x), 1, C)  # a step for each token of a chunk
-        low = weights
-        if weights.dense1.dtype != words.dtype:  # a copy to compute with
-            low = Weights(*(torch.empty_like(w, dtype=words.dtype) for w in weights))
-        # One chunk of every sequence that has one: answer, score, and where the chunk is full take the step.
-        for call in calls:
-            part = slice(call.a, call.b), slice(call.c, call.d)
-            W, now = weights.rows(call.a, call.b), low.rows(call.a, call.b)
-            if now.dense1.dtype != W.dense1.dtype:
-                private.copy_all(list(now), list(W))
-            r, a, y, xhat, mean, rstd, n = _forward(config, now, x[part])
-            loss = None
-            if call.close:
-                loss, dn = _score(n, words, c, labels[part])
-                gradients = _backward(config, now, r, y, xhat, mean, rstd, dn * shares[part])
-                if config.decay is not None:
-                    for w, t in zip(W, trained, strict=True):
-                        w.lerp_(t.expand_as(w).to(w.dtype), 1.0 - config.decay**C)
-                before = [w.clone() for w in W] if watching.steps else []
-                _learn(W, keys[part], a, steps, sums[:, : len(a)], *gradients)
-                if before:
-                    square = [(w - b).square().flatten(1).sum(1) for w, b in zip(W, before, strict=True)]
-                    watching.steps[-1].append(torch.stack(square).sum(0).sqrt())
-            elif score:
-                loss, _ = _score(n, words, c, labels[part], gradient=False)
-            outputs.append((n, loss))
-    # What was learned is what the weights have become less what they were.
-    return outputs, tuple((w - t)[:, None] for w, t in zip(stacks, start, strict=True))
+        if not features and not watching.steps and held_overlapped.can_read(config, stacks, x, embedding):
+            wide_steps = used_steps(config, params["steps"]).float()
+            closed = sum(part.close for part in chunks)
+            losses = held_overlapped.read(config, stacks, wide_steps, tokens, closed, embedding, bias)
+            return [(None, losses)], _differences(stacks, trained_stacks)
+        outputs = _read_general(config, params, trained_stacks, stacks, tokens, chunks, embedding, bias, score)
+    return outputs, _differences(stacks, trained_stacks)
 
 
-def step(
-    config: FWLConfig, p: dict[str, Tensor], x: Tensor, state: RefreshState, *, full: bool
-) -> tuple[Tensor, RefreshState]:
-    """Features (B, size) of one new token x (B, D) of each sequence, and the state.
-
-    full: whether C tokens wait in every sequence, which are then learned first; else fewer do. Which place the new
-    token takes is read from the state on the device, so that two CUDA graphs, one of each kind, make any stream.
-
-    Args:
-        config: of the layer.
-        p: its parameters by name.
-        x: the new token's input.
-        state: with the tokens that wait to be learned from.
-    """
-    C = config.refresh
-    assert C is not None
-    learned: Sequence[Tensor] = state[:3]
-    rest: Sequence[Tensor] = state[3:6]
-    if full:
-        dtype = x.dtype
-        words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], dtype)
-        whole = Whole(0, len(x), 0, C, True)
-        _, learned = read(config, p, learned, rest, [whole], words, c, score=False)
-        rest = tuple(torch.zeros_like(y) for y in rest)
-    W = Weights(*(p[name] for name in Weights._fields))
-    S = [y[:, 0] for y in learned]
-    one = torch.ones_like(x[:, :1])
-    h = torch.addmm(W.bias1, x, W.dense1) + torch.bmm(torch.cat([x, one], 1)[:, None], S[0].to(x.dtype))[:, 0]
-    a = h.relu_().square_()
-    y = torch.addmm(W.bias2, a, W.dense2) + torch.bmm(torch.cat([a, one], 1)[:, None], S[1].to(x.dtype))[:, 0]
-    scale, shift = S[2][:, 0].to(x.dtype).chunk(2, 1)
-    xhat = torch.nn.functional.layer_norm(y, (config.size,), eps=config.eps)
-    n = torch.addcmul(W.shift + shift, xhat, W.scale + scale)
-    held = 0 * state.waiting if full else state.waiting
-    new = torch.arange(C, device=x.device) == held[:, None]
-    pending = torch.where(new[..., None], x[:, None].to(rest[0].dtype), rest[0])
-    return n, RefreshState(learned[0], learned[1], learned[2], pending, rest[1], rest[2], held + 1)
-
-
-class Whole(NamedTuple):
-    """A chunk that is read by `read`: rows a to b, tokens c to d."""
-
-    a: int
-    b: int
-    c: int
-    d: int
-    close: bool
+def _read_general(config, params, trained_stacks, stacks, tokens, chunks, embedding, bias, score):
+    """Features and losses of each chunk; the stacks change in place.  trained_stacks: those of W, (1, ...)."""
+    x, labels, shares = tokens
+    C, dtype = config.refresh, embedding.dtype
+    trained, weights = FastWeights.views(trained_stacks), FastWeights.views(stacks)
+    x, shares = x.to(dtype), shares.to(dtype)[..., None]
+    steps = used_steps(config, params["steps"]).to(dtype)
+    keys = x * (2.0 * steps[0])
+    doubled = torch.stack([steps[0], 2.0 * steps[1], *steps[2:]])  # the slope 2 relu(h) of relu(h)^2: its 2 is here
+    token_steps = doubled[:, None, None, None].expand(-1, len(x), 1, C)  # (6, N, 1, C): the steps of every token
+    low_weights = weights
+    if weights.dense1.dtype != dtype:  # copies in the dtype of the products
+        low_weights = FastWeights(*(torch.empty_like(w, dtype=dtype) for w in weights))
+    outputs: list[tuple[Tensor | None, Tensor | None]] = []
+    for part in chunks:
+        W, low_W = weights.of_rows(*part[:2]), low_weights.of_rows(*part[:2])
+        if low_W.dense1.dtype != W.dense1.dtype:
+            private.copy_all(list(low_W), list(W))
+        activations = _forward(config, low_W, x[part.slices])
+        n, loss = activations.n, None
+        if part.close:
+            loss, dn = _score(n, embedding, bias, labels[part.slices])
+            gradients = _backward(config, low_W, activations, dn * shares[part.slices])
+            if config.decay is not None:
+                for w, trained_w in zip(W, trained, strict=True):
+                    w.lerp_(trained_w.expand_as(w).to(w.dtype), 1.0 - config.decay**C)
+            before = [w.clone() for w in W] if watching.steps else []
+            _learn(W, keys[part.slices], activations.a, steps, token_steps[:, : len(n)], *gradients)
+            if before:
+                squares = [(w - b).square().flatten(1).sum(1) for w, b in zip(W, before, strict=True)]
+                watching.steps[-1].append(torch.stack(squares).sum(0).sqrt())
+        elif score:
+            loss, _ = _score(n, embedding, bias, labels[part.slices], gradient=False)
+        outputs.append((n, loss))
+    return outputs
 
 
 def losses(
     config: FWLConfig,
-    p: dict[str, Tensor],
+    params: dict[str, Tensor],
     learned: Sequence[Tensor],
     tokens: Sequence[Tensor],
-    calls: Sequence[Any],
-    words: Tensor,
-    c: Tensor,
-    read: Any = read,
+    chunks: Sequence[ChunkSlice],
+    embedding: Tensor,
+    bias: Tensor,
+    read: Callable[..., Any] = read,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """`read` where every call has all rows: losses (N, L) of all tokens that are read, and what has been learned.
+    """The losses (N, L) of all tokens, and what has been learned, where every chunk has all rows.
 
-    On a GPU up to GROUP closed chunks at a time, with what follows the last one, are one CUDA graph, which reads the
-    trained weights where they are. Tokens are filled up to whole chunks there: texts of many lengths share few graphs.
-    read: another function of the same arguments and results, for another way to read a chunk.
+    On a GPU up to CHUNKS_PER_GRAPH learned chunks at a time are one CUDA graph, the last one together with the chunk
+    that is not full. A graph reads the trained weights at their addresses. Tokens are filled up to whole chunks there,
+    so that texts of many lengths share few graphs.
 
     Args:
-        config, p, learned, tokens, words, c: as `read` takes them.
-        calls: closed chunks first, then what is left over.
+        config, params, learned, tokens, embedding, bias: as at the top of this file.
+        chunks: those that are learned first, then the one that is not full, if there is one.
+        read: the function that reads chunks, with the arguments and results of `read`.
     """
     C, parts = config.refresh, []
     assert C is not None
-    if not calls:
+    if not chunks:
         return tokens[2][:, :0], learned
-    closed = [call for call in calls if call.close]
-    weights = tuple(p[name].data_ptr() for name in (*Weights._fields, "steps"))
-    groups = [closed[at : at + GROUP] for at in range(0, len(closed), GROUP)] or [[]]
-    groups[-1].extend(calls[len(closed) :])
-    for some in groups:
-        first, count = some[0].c, some[-1].d - some[0].c
-        here = [call._replace(c=call.c - first, d=call.d - first) for call in some]
-        part = [y[:, first : first + count] for y in tokens]
-        if words.is_cuda:
-            part = overlapped.filled(part, C)
-            here[-1] = here[-1]._replace(d=part[0].shape[1])
+    closed = [part for part in chunks if part.close]
+    addresses = tuple(params[name].data_ptr() for name in (*FastWeights._fields, "steps"))
+    groups = [closed[i : i + CHUNKS_PER_GRAPH] for i in range(0, len(closed), CHUNKS_PER_GRAPH)] or [[]]
+    groups[-1].extend(chunks[len(closed) :])
+    for group in groups:
+        first, count = group[0].token_start, group[-1].token_stop - group[0].token_start
+        shifted = [
+            part._replace(token_start=part.token_start - first, token_stop=part.token_stop - first) for part in group
+        ]
+        group_tokens = [y[:, first : first + count] for y in tokens]
+        if embedding.is_cuda:
+            group_tokens = held_overlapped.padded_to_chunks(group_tokens, C)
+            shifted[-1] = shifted[-1]._replace(token_stop=group_tokens[0].shape[1])
 
-        def group(*given: Tensor, here: Any = here) -> tuple[Tensor, ...]:
-            outputs, after = read(config, p, given[:3], given[3:6], here, *given[6:], score=True, features=False)
+        def read_group(*inputs: Tensor, shifted: Any = shifted) -> tuple[Tensor, ...]:
+            learned, tokens, output_embedding = inputs[:3], inputs[3:6], inputs[6:]
+            outputs, after = read(
+                config, params, learned, tokens, shifted, *output_embedding, score=True, features=False
+            )
             return torch.cat([loss for _, loss in outputs if loss is not None], 1), *after
 
-        key = "chunks", config, weights, tuple(here), torch.is_autocast_enabled(words.device.type)
-        given = (*learned, *part, words, c)
-        loss, *learned = group(*given) if watching.steps else graphs.call(key, group, given)
+        key = "chunks", config, addresses, tuple(shifted), torch.is_autocast_enabled(embedding.device.type)
+        inputs = (*learned, *group_tokens, embedding, bias)
+        loss, *learned = read_group(*inputs) if watching.steps else graphs.call(key, read_group, inputs)
         parts.append(loss[:, :count])
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0], learned
 
 
-def _forward(config, W, x):
-    """Slow pass of tokens x (N, T, D) at the weights W of each sequence: (r, a, y, xhat, mean, rstd, n).
+def step(
+    config: FWLConfig, params: dict[str, Tensor], x: Tensor, state: RefreshState, *, full: bool
+) -> tuple[Tensor, RefreshState]:
+    """Features (N, size) of one new token of each sequence, and the state after it.
 
-    r = relu(h) and a = r^2 of the first layer, y the second layer's output, xhat, mean and rstd of its norm, n the
-    features.
+    The place that the new token takes in its chunk is read from the state on the device, so that two CUDA graphs, one
+    for either value of `full`, serve a whole stream.
+
+    Args:
+        config, params: as at the top of this file.
+        x: (N, D), input of the new token.
+        state: the RefreshState before it.
+        full: whether C tokens wait in every sequence, which are then learned first; else fewer wait in each.
     """
+    C = config.refresh
+    assert C is not None
+    learned: Sequence[Tensor] = state[:3]
+    waiting_tokens: Sequence[Tensor] = state[3:6]
+    if full:
+        embedding, bias = cross_entropy.embedding_rows(params["unembed"], params["unembed_bias"], x.dtype)
+        chunk = ChunkSlice(0, len(x), 0, C, True)
+        _, learned = read(config, params, learned, waiting_tokens, [chunk], embedding, bias, score=False)
+        waiting_tokens = tuple(torch.zeros_like(y) for y in waiting_tokens)
+    W = FastWeights(*(params[name] for name in FastWeights._fields))
+    S1, S2, S_norm = (y[:, 0] for y in learned)
+    one = torch.ones_like(x[:, :1])
+    h = torch.addmm(W.bias1, x, W.dense1) + torch.bmm(torch.cat([x, one], 1)[:, None], S1.to(x.dtype))[:, 0]
+    a = h.relu_().square_()
+    y = torch.addmm(W.bias2, a, W.dense2) + torch.bmm(torch.cat([a, one], 1)[:, None], S2.to(x.dtype))[:, 0]
+    scale, shift = S_norm[:, 0].to(x.dtype).chunk(2, 1)
+    xhat = torch.nn.functional.layer_norm(y, (config.size,), eps=config.eps)
+    n = torch.addcmul(W.shift + shift, xhat, W.scale + scale)
+    count = 0 * state.waiting if full else state.waiting
+    is_new_place = torch.arange(C, device=x.device) == count[:, None]
+    old_x, labels, shares = waiting_tokens
+    pending = torch.where(is_new_place[..., None], x[:, None].to(old_x.dtype), old_x)
+    return n, RefreshState(learned[0], learned[1], learned[2], pending, labels, shares, count + 1)
+
+
+def _forward(config, W, x):
+    """The `Activations` of tokens x (N, T, D) at the fast weights W of each sequence."""
     r = torch.baddbmm(W.bias1, x, W.dense1).relu_()
     a = r * r
     y = torch.baddbmm(W.bias2, a, W.dense2)
     xhat, mean, rstd = torch.native_layer_norm(y, (config.size,), None, None, config.eps)
-    return r, a, y, xhat, mean, rstd, torch.addcmul(W.shift, xhat, W.scale)
+    return Activations(r, a, y, xhat, mean, rstd, torch.addcmul(W.shift, xhat, W.scale))
 
 
-def _backward(config, W, r, y, xhat, mean, rstd, dn):
-    """Per token: half of the gradient at h, whose square has the slope 2 relu(h); those at y, of scale and of shift.
+def _backward(config, W, activations, dn):
+    """Gradients of each token's loss at four places, from dn (N, T, size), that at its features.
 
-    Each token's gradient is cut to a length of config.clip at every layer, where that is set.
+    Returns half of the gradient at h (the slope of relu(h)^2 is 2 relu(h)), that at y, of scale and of shift; each
+    token's vector cut to a length of config.clip where that is set.
     """
-    layer_norm = torch.ops.aten.native_layer_norm_backward
-    dy = layer_norm(dn * W.scale, y, (config.size,), mean, rstd, None, None, (True, False, False))[0]
-    dh = torch.bmm(dy, W.dense2.mT).mul_(r)
+    _, _, y, xhat, mean, rstd, _ = activations
+    layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+    dy = layer_norm_backward(dn * W.scale, y, (config.size,), mean, rstd, None, None, (True, False, False))[0]
+    half_dh = torch.bmm(dy, W.dense2.mT).mul_(activations.r)
     dscale = dn * xhat
     if config.clip is not None:
-        dh = _clipped(dh, config.clip / 2)
+        half_dh = _clipped(half_dh, config.clip / 2)
         dy, dscale, dn = (_clipped(g, config.clip) for g in (dy, dscale, dn))
-    return dh, dy, dscale, dn
+    return half_dh, dy, dscale, dn
 
 
-def _learn(W, keys, a, steps, sums, dh, dy, dscale, dn):
-    """W minus steps times summed gradients, in place.  keys: x times twice its step;  sums (6, N, 1, C): the steps."""
-    _subtract(W.dense1, keys.mT, dh)
-    _subtract(W.bias1, sums[1], dh)
-    _subtract(W.dense2, a.mT, dy * steps[2])
-    _subtract(W.bias2, sums[3], dy)
-    _subtract(W.scale, sums[4], dscale)
-    _subtract(W.shift, sums[5], dn)
+def _learn(W, keys, a, steps, token_steps, half_dh, dy, dscale, dn):
+    """Subtract steps times the summed gradients of a chunk from the fast weights W, in place.
+
+    Args:
+        W: `FastWeights` of the sequences.
+        keys: (N, C, D), x times twice its step.
+        a: (N, C, F), input of the second layer.
+        steps: (6,).
+        token_steps: (6, N, 1, C), the steps, that of bias1 doubled.
+        half_dh, dy, dscale, dn: what `_backward` returned.
+    """
+    _subtract_product(W.dense1, keys.mT, half_dh)
+    _subtract_product(W.bias1, token_steps[1], half_dh)
+    _subtract_product(W.dense2, a.mT, dy * steps[2])
+    _subtract_product(W.bias2, token_steps[3], dy)
+    _subtract_product(W.scale, token_steps[4], dscale)
+    _subtract_product(W.shift, token_steps[5], dn)
 
 
-def _subtract(w, keys, gradients):
-    """w -= keys gradients, where w may be wider than they are."""
+def _subtract_product(w, keys, gradients):
+    """w -= keys gradients, batches of matrices; w may have a wider dtype than they have."""
     if w.dtype == keys.dtype:
         w.baddbmm_(keys, gradients, alpha=-1)
     else:
         w -= torch.bmm(keys, gradients)
 
 
-def _score(n, words, c, labels, *, gradient=True):
-    """Loss (N, T) of each label, in float32 or wider, and its gradient at n (N, T, size)."""
-    flat, y = n.flatten(0, 1), labels.flatten()
-    if flat.is_cuda or len(flat) * len(words) > DIRECT:
-        ones = torch.ones(y.shape, dtype=accumulation_dtype(n), device=n.device)
-        log_sum, dn, _, _ = cross_entropy.score(flat, words, c, y, ones, gradient=gradient, learn=False)
-        loss = cross_entropy.losses(flat, words, c, y, log_sum)
+def _score(n, embedding, bias, labels, *, gradient=True):
+    """The loss (N, T) of each label, in float32 or wider, and its gradient at the features n (N, T, size), or None."""
+    flat_n, flat_labels = n.flatten(0, 1), labels.flatten()
+    if n.is_cuda or len(flat_n) * len(embedding) > MAX_LOGITS:
+        ones = torch.ones(flat_labels.shape, dtype=accumulation_dtype(n), device=n.device)
+        log_sum, dn, _, _ = cross_entropy.score(
+            flat_n, embedding, bias, flat_labels, ones, want_dn=gradient, want_dembedding=False
+        )
+        loss = cross_entropy.losses(flat_n, embedding, bias, flat_labels, log_sum)
         return loss.view(labels.shape), None if dn is None else dn.view(n.shape)
-    logits = torch.addmm(c, flat, words.mT)
+    logits = torch.addmm(bias, flat_n, embedding.mT)
     log_p = torch.log_softmax(wide(logits), 1)
-    loss = log_p.gather(1, y[:, None]).neg_()
+    loss = log_p.gather(1, flat_labels[:, None]).neg_()
     if not gradient:
         return loss.view(labels.shape), None
-    p = log_p.exp_()
-    p.scatter_add_(1, y[:, None], torch.full_like(loss, -1.0))
-    return loss.view(labels.shape), torch.mm(p.to(words.dtype), words).view(n.shape)
+    residual = log_p.exp_()
+    residual.scatter_add_(1, flat_labels[:, None], torch.full_like(loss, -1.0))
+    return loss.view(labels.shape), torch.mm(residual.to(embedding.dtype), embedding).view(n.shape)
 
 
-def _stacked(p):
-    """The six tensors that learn, as a state has them: (1, D + 1, F), (1, F + 1, size) and (1, 1, 2 size)."""
+def _trained_stacks(params):
+    """The trained parameters as stacks: (1, D + 1, F), (1, F + 1, size) and (1, 1, 2 size)."""
     pairs = (("dense1", "bias1", 0), ("dense2", "bias2", 0), ("scale", "shift", 1))
-    return [torch.cat([torch.atleast_2d(p[a]), torch.atleast_2d(p[b])], dim)[None] for a, b, dim in pairs]
+    return [torch.cat([torch.atleast_2d(params[a]), torch.atleast_2d(params[b])], dim)[None] for a, b, dim in pairs]
 
 
-def _steps(config, steps):
-    """The six steps as they are used: out of their logarithms, 0 for biases that do not learn, one for both of the
-    norm.
-    """
-    steps = steps.exp() if config.log_steps else steps
-    keep = torch.ones_like(steps)
-    if not config.fast_bias:
-        keep[1] = keep[3] = 0
-    steps = steps * keep
-    return torch.cat([steps[:5], steps[4:5]]) if config.shared_norm_step else steps
+def _differences(stacks, trained_stacks):
+    """What was learned, as a state has it: the stacks as they are now less the trained ones."""
+    return tuple((w - trained)[:, None] for w, trained in zip(stacks, trained_stacks, strict=True))
 
 
-def _clipped(g, most):
-    """g with every token's vector at most `most` long."""
+def _clipped(g, limit):
+    """Gradients g with each token's vector cut to the length `limit`."""
     length = g.square().sum(-1, keepdim=True).add_(1e-24).sqrt_()
-    return g * (most / length).clamp_(max=1.0)
+    return g * (limit / length).clamp_(max=1.0)

@@ -1,37 +1,41 @@
-"""Reading with a held Fast Weight Layer on a GPU, 16-bit products: the update of the weights beside the next chunk.
+"""Reading with a held Fast Weight Layer on a GPU with 16-bit products: weights are updated during the next chunk.
 
-A chunk needs all that the chunk before has taught, but not in the weights: with x0 the inputs of the chunk before and g
-the gradients at its hidden layer, the first layer answers
+A chunk needs what the chunk before has taught, but not inside the weights: with x0 the inputs of the chunk before and
+g the gradients at its hidden layer, the first layer answers
 
     x (W - e x0^T g)  =  x W - e (x x0^T) g
 
-where x W and x x0^T are ready early. So what a chunk waits for is a product with 64 tokens, and the weights of every
-sequence, megabytes each, are brought up to date on a second stream while the logits of the next chunk are computed. The
-second layer's are brought up to date beside the backward pass of the first.
+where x W and x x0^T can be computed before g is known. So a chunk waits only for a product with the C tokens of the
+chunk before. The weights of every sequence, megabytes each, are brought up to date on a side stream: those of the first
+layer while the logits of the next chunk are computed, those of the second during the backward pass of the first.
 
-Letters: N sequences, C tokens of a chunk, D inputs, F hidden, size outputs, V words.
+The kernels between the products are kernels/held.py. N sequences, L tokens, C = `refresh` tokens of a chunk, D inputs,
+F hidden, size outputs, V words. Stacks are those of held.py; tokens are x (N, L, D), labels and shares (N, L).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy
+from fastweights.torch.side_stream import SideStream
 
-LOGITS = 2**26  # that are held at once
-LONGEST = 128  # tokens of a chunk, which one program takes
+MAX_LOGITS = 2**26  # held at once
+MAX_CHUNK = 128  # tokens of a chunk, all of which one program takes
 
 
-def serves(config: FWLConfig, stacks: Sequence[Tensor], x: Tensor, words: Tensor) -> bool:
-    """Whether `read` is made for these: 16-bit products on a GPU, weights in float32, no clip and no decay."""
-    plain = config.clip is None and config.decay is None and (config.refresh or LONGEST + 1) <= LONGEST
-    dtypes = stacks[0].dtype == torch.float32 and words.dtype.itemsize == 2
-    return plain and dtypes and len(x) * (config.refresh or 0) * len(words) <= LOGITS and cross_entropy.on_gpu(x)
+def can_read(config: FWLConfig, stacks: Sequence[Tensor], x: Tensor, embedding: Tensor) -> bool:
+    """Whether `read` applies: 16-bit products on a GPU, weights in float32, no clipping, no decay, chunks not too long.
+
+    Arguments are those of `read`.
+    """
+    chunk_fits = (config.refresh or MAX_CHUNK + 1) <= MAX_CHUNK
+    plain_update = config.clip is None and config.decay is None
+    dtypes_fit = stacks[0].dtype == torch.float32 and embedding.dtype.itemsize == 2
+    logits_fit = len(x) * (config.refresh or 0) * len(embedding) <= MAX_LOGITS
+    return chunk_fits and plain_update and dtypes_fit and logits_fit and cross_entropy.on_gpu(x)
 
 
 def read(
@@ -40,119 +44,69 @@ def read(
     steps: Tensor,
     tokens: Sequence[Tensor],
     closed: int,
-    words: Tensor,
-    c: Tensor,
+    embedding: Tensor,
+    bias: Tensor,
 ) -> Tensor:
     """Losses (N, L) of L tokens of each sequence; the weights in `stacks` learn from the first `closed` chunks.
 
     Args:
-        config: of the layer.
+        config: arguments of the layer.
         stacks: weights of each sequence: (N, D + 1, F), (N, F + 1, size) and (N, 1, 2 size), in float32.
-        steps: (6,) in float32.
-        tokens: x (N, L, D), labels and shares (N, L).
-        closed: chunks that are learned from, all or all but the last one, which may be shorter.
-        words, c: (V, size) and (V,), the output embedding in the dtype of the products.
+        steps: (6,), the step sizes, in float32.
+        tokens: x, labels and shares.
+        closed: number of chunks that are learned from: all, or all but the last one, which may be shorter.
+        embedding, bias: (V, size) and (V,), the output embedding in the dtype of the products.
     """
     from fastweights.torch.kernels import held as kernels
 
     W1, W2, norm = stacks
-    C, size, dtype = config.refresh or 1, config.size, words.dtype
-    x, labels, shares = filled(tokens, C)
+    C, size, dtype = config.refresh or 1, config.size, embedding.dtype
+    x, labels, shares = padded_to_chunks(tokens, C)
     x, labels, shares = x.to(dtype).contiguous(), labels.contiguous(), shares.float().contiguous()
     N, L, _ = x.shape
-    F, K = W1.shape[2], L // C
+    F, K = W1.shape[2], L // C  # K chunks
     chunks = x.unflatten(1, (K, C))
-    flat = x.view(N * K, C, -1)
-    grams = torch.bmm(flat[1:], flat[:-1].mT)  # of each chunk with the one before it, those of other sequences too
+    flat_chunks = x.view(N * K, C, -1)
+    # x x0^T of each chunk with the one before it; where a sequence begins, with the last one of another sequence
+    grams = torch.bmm(flat_chunks[1:], flat_chunks[:-1].mT)
     low1, low2 = W1[:, :-1].to(dtype).contiguous(), [W2[:, :-1].to(dtype).contiguous(), x.new_empty(N, F, size)]
-    # What the second stream reads or writes while the next chunk is under way is there twice.
-    early, r, a, half = ([x.new_empty(N, C, F) for _ in range(2)] for _ in range(4))
+    # What the side stream reads or writes while the next chunk is computed exists twice, used in turn.
+    early_h, r, a, half = ([x.new_empty(N, C, F) for _ in range(2)] for _ in range(4))
     xhat, n, dn, dy = (x.new_empty(N, C, size) for _ in range(4))
     rstd, losses = shares.new_empty(N * C), shares.new_empty(N, L)
-    z = x.new_empty(N * C, len(words))
+    logits = x.new_empty(N * C, len(embedding))
     for m in range(min(2, K)):
-        torch.bmm(chunks[:, m], low1, out=early[m])
-    beside = Beside(x)
+        torch.bmm(chunks[:, m], low1, out=early_h[m])
+    side_stream = SideStream(x)
     for m in range(K):
         i, part = m % 2, slice(m * C, (m + 1) * C)
-        beside.join("first", m)
-        before = (grams[m - 1 :: K], r[1 - i], half[1 - i]) if m else None
-        kernels.hidden(early[i], W1, before, r[i], a[i], steps)
-        beside.join("second", m)
+        # early_h[i] is x W with what all chunks up to m - 2 have taught; what chunk m - 1 taught is added here.
+        side_stream.join("first", m)
+        last_update = (grams[m - 1 :: K], r[1 - i], half[1 - i]) if m else None
+        kernels.hidden(early_h[i], W1, last_update, r[i], a[i], steps)
+        side_stream.join("second", m)
         torch.bmm(a[i], low2[i], out=xhat)
         kernels.normalise(xhat, W2, norm, n, rstd, config.eps)
-        torch.addmm(c, n.flatten(0, 1), words.mT, out=z)
-        kernels.softmax(z, n, words, c, labels[:, part], losses[:, part])
+        torch.addmm(bias, n.flatten(0, 1), embedding.mT, out=logits)
+        kernels.softmax(logits, n, embedding, bias, labels[:, part], losses[:, part])
         if m == closed:
             break
-        torch.mm(z, words, out=dn.view(N * C, size))
+        torch.mm(logits, embedding, out=dn.view(N * C, size))
         kernels.normalise_backward(dn, shares[:, part], xhat, norm, rstd, dy)
-        with beside.fork("second", m + 1):
+        with side_stream.fork("second", m + 1):
             kernels.learn_second(W2, low2[1 - i], norm, a[i], dy, xhat, dn, steps)
         torch.bmm(dy, low2[i].mT, out=half[i])
-        with beside.fork("first", m + 2):
+        with side_stream.fork("first", m + 2):
             kernels.learn_first(W1, low1, chunks[:, m], half[i], r[i], steps, bias=m + 1 == K)
             if m + 2 < K:
-                torch.bmm(chunks[:, m + 2], low1, out=early[i])
-    beside.end()
+                torch.bmm(chunks[:, m + 2], low1, out=early_h[i])
+    side_stream.join_all()
     return losses[:, : tokens[0].shape[1]]
 
 
-def filled(tokens: Sequence[Tensor], C: int) -> list[Tensor]:
-    """Tokens (N, L, ...) filled up with zeros to whole chunks of C."""
+def padded_to_chunks(tokens: Sequence[Tensor], C: int) -> list[Tensor]:
+    """Tokens (N, L, ...) filled up with zeros at their ends to whole chunks of C."""
     missing = -tokens[0].shape[1] % C
     if not missing:
         return list(tokens)
     return [torch.cat([y, y.new_zeros(len(y), missing, *y.shape[2:])], 1) for y in tokens]
-
-
-class Beside:
-    """A second stream: what is forked starts after all that was launched so far, and ends before what joins it.
-
-    What it makes may be used once it was joined, and what it reads must live until then: `given` to a fork, it does
-    until the second `turn` after it.
-
-    Args:
-        x: a tensor on the device. On a CPU everything is done in order.
-        priority: -1 where the work is waited for, 0 where it gives way to a graph, whose own stream has -1.
-        number: which of the streams of this priority.
-    """
-
-    def __init__(self, x: Tensor, priority: int = 0, number: int = 0):
-        self.stream: Any = _second(x.device, priority, number) if x.is_cuda else None
-        self.main: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
-        self.ends: dict[Any, Any] = {}
-        self.given: tuple[list[Any], list[Any]] = [], []
-
-    def turn(self) -> None:
-        """What was given before the last turn is given up: it must have been joined."""
-        self.given = self.given[1], []
-
-    @contextmanager
-    def fork(self, *name: Any, given: tuple[Any, ...] = ()) -> Iterator[None]:
-        """What is launched inside runs on the second stream."""
-        self.given[1].extend(given)
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(self.main)
-        with torch.cuda.stream(self.stream):
-            yield
-            self.ends[name] = self.stream.record_event()
-
-    def join(self, *name: Any) -> None:
-        """Wait for what was forked under this name, if anything was."""
-        end = self.ends.pop(name, None)
-        if end is not None:
-            self.main.wait_event(end)
-
-    def end(self) -> None:
-        """Wait for all of it."""
-        if self.stream is not None:
-            self.main.wait_stream(self.stream)
-
-
-@cache
-def _second(device: torch.device, priority: int, number: int) -> torch.cuda.Stream:
-    """A second stream of a device that has this priority."""
-    return torch.cuda.Stream(device, priority=priority)

@@ -1,87 +1,114 @@
 """The training loss of a published Fast Weight Layer (sum rule, no clipping), all of it by hand.
 
-The mathematics is that of fastweights/fwl.py, which runs every other case. Autograd would keep every step of the slow
-pass, its backward and the fast pass, and go through each of them once more; here matrix products have the shapes that
-matrix units like, the loss's own gradient is made while its logits are there, and what is kept is named below.
+`FWLBlock.loss` comes here. The mathematics is that of fastweights/fwl.py, which runs every other case through autograd:
+that would keep every step of the slow pass, its backward pass and the fast pass, and go through each of them once more.
+Here matrix products have the shapes that matrix units like, the gradient of the cross-entropy is computed while its
+logits are there, and only what `Loss.forward` puts into `saved` is kept.
 
-With step sizes e, M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s and sums(v)_t = sum_{s<t} v_s (published_memory.py has
-both, with decay and for packed documents too), the fast pass is
+With step sizes e (in the order of `fwl_config.STEPS`), M(q, k, v)_t = sum_{s<t} (q_t . k_s) v_s and sums(v)_t =
+sum_{s<t} v_s (published_memory.py has both, with decay and for packed documents too):
 
-    h~ = h + M([x 1], [e x, e], -g1)                       a~ = relu(h~)^2
-    y~ = a~ W2 + b2 + M(a~, a, -e g2) - sums(e g2)         n~ = norm(y~) (scale - sums(e dn xhat)) + shift - sums(e dn)
+    slow pass    h = x W1 + b1         a = relu(h)^2     y = a W2 + b2     n = norm(y) scale + shift
+    gradients    g3 at n               g2 at y           u = g2 W2^T       g1 = 2 relu(h) u at h
+    fast pass    h~ = h + M([x 1], [e_0 x, e_1], -g1)              a~ = relu(h~)^2
+                 y~ = a~ W2 + b2 + M(a~, a, -e_2 g2) - sums(e_3 g2)
+                 n~ = norm(y~) (scale - sums(e_4 g3 xhat)) + shift - sums(e_5 g3)
 
-Rows are tokens, (B * T, width). In the code a variable `dx` is the gradient of x of the mean loss; the slow pass's own
-gradients, which the fast pass learns from, are g1, g2 and dn.
+g1, g2 and g3 are gradients of each token's loss times its share, and xhat = norm(y) is the layer norm without scale and
+shift. Names with `_fast` belong to the fast pass. A variable `dx` is the gradient of x of the mean loss of the fast
+pass, also where x is g2 or v1 = -g1, v2 = -e_2 g2: that is the second-order part. Rows are tokens, (B * T, width).
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastweights.fwl_config import FWLConfig
 from fastweights.torch import cross_entropy
 from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype
 from fastweights.torch.learning import published_passes
-from fastweights.torch.learning.published_memory import Kept, Shape, read_before, read_before_backward, sums
+from fastweights.torch.learning.published_memory import (
+    ChunkShape,
+    DecayFactors,
+    read_before,
+    read_before_backward,
+    sum_before,
+)
+from fastweights.torch.learning.steps import used_steps
 from fastweights.torch.packing import Sequences
 
 
+class Setting(NamedTuple):
+    """What `Loss` depends on besides tensors with gradients.
+
+    Attributes:
+        config: the arguments of the layer.
+        shape: how the sequences are cut into chunks.
+        decay: how much of a token's change is left at later tokens.
+        dtype: of the matrix products.
+    """
+
+    config: FWLConfig
+    shape: ChunkShape
+    decay: DecayFactors
+    dtype: torch.dtype
+
+
 def loss(
-    config, p, x: Tensor, labels: Tensor, weights: Tensor, share: Tensor, cu_seqlens: Tensor | None = None
+    config: FWLConfig,
+    params: dict[str, Tensor],
+    x: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    share: Tensor,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The mean loss of a published Fast Weight Layer.
+    """The mean fast loss of all tokens, weighted with `weights`.
 
     Args:
-        config: an `FWLConfig`.
-        p: its parameters by name.
-        x: (B, T, D).
+        config: the arguments of the layer.
+        params: its parameters by name.
+        x: (B, T, D), output of a causal body.
         labels, weights: (B, T).
         share: (B, T), weights over the normaliser: how much of a token's gradient is learned.
         cu_seqlens: (N + 1,) offsets of N documents packed into one row.
     """
     if cu_seqlens is not None:
-        Sequences.of(cu_seqlens, x.shape[1])  # which checks them
+        Sequences.of(cu_seqlens, x.shape[1])  # raises if the offsets are wrong
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p["dense1"].dtype
-    steps = p["steps"].exp() if config.log_steps else p["steps"]
-    if config.shared_norm_step:
-        steps = torch.cat([steps[:5], steps[4:5]])
-    if not config.fast_bias:
-        steps = steps * steps.new_tensor([1, 0, 1, 0, 1, 1])
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else params["dense1"].dtype
+    steps = used_steps(config, params["steps"])
     chunk = config.chunk_size(x.shape[1], x.shape[2], config.hidden_width)
     if x.is_cuda and config.attn_chunks is None:
         chunk *= 2  # fewer, larger products, and half as many memories to keep
-    shape = Shape.of(x.shape[0], x.shape[1], chunk)
+    shape = ChunkShape.for_tokens(x.shape[0], x.shape[1], chunk)
     missing = shape.length - x.shape[1]
     if missing:
-        labels, weights, share = (torch.nn.functional.pad(a, (0, missing)) for a in (labels, weights, share))
-    kept = Kept.of(shape, config.decay, x.shape[1], cu_seqlens, dtype, x.device)
-    labels, weights, share = labels.flatten(), weights.flatten(), share.flatten()
+        labels, weights, share = (torch.nn.functional.pad(y, (0, missing)) for y in (labels, weights, share))
+    decay = DecayFactors.for_shape(shape, config.decay, x.shape[1], cu_seqlens, dtype, x.device)
     names = ("dense1", "bias1", "dense2", "bias2", "scale", "shift")
     with torch.autocast(device, enabled=False), torch.cuda.device_of(x):
         return Loss.apply(
             x,
-            *(p[name] for name in names),
+            *(params[name] for name in names),
             steps,
-            p["unembed"],
-            p["unembed_bias"],
-            labels,
-            weights,
-            share,
-            shape,
-            dtype,
-            config,
-            kept,
+            params["unembed"],
+            params["unembed_bias"],
+            labels.flatten(),
+            weights.flatten(),
+            share.flatten(),
+            Setting(config, shape, decay, dtype),
         )
 
 
 class Loss(torch.autograd.Function):
     """Forward and backward of the equations above as one autograd function.
 
-    The forward runs the slow pass, its gradient and the fast pass, keeps what the backward names, and scores the fast
-    features; the gradient of the score itself is made while its logits are there.
+    The forward pass runs the slow pass, its gradients and the fast pass, and scores the fast features; the gradient of
+    that score is computed while its logits are there.
     """
 
     @staticmethod
@@ -95,70 +122,73 @@ class Loss(torch.autograd.Function):
         scale,
         shift,
         steps,
-        E,
-        c,
+        unembed,
+        unembed_bias,
         labels,
         weights,
         share,
-        shape,
-        dtype,
-        config,
-        kept,
+        setting,
     ):
-        """The mean fast loss of a batch, and all that its gradient needs.
+        """The mean fast loss of a batch; keeps what its gradient needs.
 
-        x is packed to whole chunks; E and c are the output embedding; share is each token's weight over the normalizer;
-        kept says what is left of a change at later tokens.
+        x is (B, T, D); labels, weights and share are (B * shape.length,), with padding; `steps` are (6,), as used.
         """
+        config, shape, decay, dtype = setting
         wide = accumulation_dtype(dtype)
-        (T, D), learn = x.shape[1:], any(ctx.needs_input_grad)
+        D, needs_gradient = x.shape[2], any(ctx.needs_input_grad)
         passes = passes_for(x, dtype)
-        ctx.rest = (
-            shape,
-            kept,
-            T,
-            D,
-            E.shape[1],
-            config,
-            [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)],
-        )
-        s = SimpleNamespace()  # what is put here is kept for the backward, by its name
-        weights, s.share, s.e, s.scale, shift = (y.to(wide) for y in (weights, share, steps, scale, shift))
-        s.x1, s.k1 = passes.inputs(x, shape.length, s.e, dtype)
-        s.W1, b1, s.W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
+        ctx.setting, ctx.x_shape, ctx.V = setting, x.shape, unembed.shape[1]
+        ctx.dtypes = [y.dtype for y in (x, dense1, bias1, dense2, bias2, scale, shift)]
+        saved = SimpleNamespace()  # whatever is put here is kept for the backward pass, by its name
+        weights, saved.share, saved.e, saved.scale, shift = (y.to(wide) for y in (weights, share, steps, scale, shift))
+        saved.x1, saved.k1 = passes.input_rows(x, shape.length, saved.e, dtype)
+        saved.W1, b1, saved.W2, b2 = (y.to(dtype) for y in (dense1, bias1, dense2, bias2))
 
-        # The slow pass: what the trained weights make of every token.
-        s.h = torch.addmm(b1, s.x1[:, :D], s.W1)
-        s.a = passes.square(s.h)
-        s.xhat, s.rstd, s.features = passes.normal(torch.addmm(b2, s.a, s.W2), s.scale, shift, config.eps)
-        # Its loss is not wanted, only r, the gradient of each token's loss at its features.
-        s.words, s.c = cross_entropy.rows(E, c, dtype)
-        s.labels = labels
-        s.log_sum, s.r, _, _ = cross_entropy.score(
-            s.features, s.words, s.c, labels, torch.ones_like(weights), gradient=True, learn=False
+        # The slow pass. Of its score only gn is wanted, the gradient of each token's loss at its features.
+        saved.h = torch.addmm(b1, saved.x1[:, :D], saved.W1)
+        saved.a = passes.square(saved.h)
+        saved.xhat, saved.rstd, saved.features = passes.layer_norm(
+            torch.addmm(b2, saved.a, saved.W2), saved.scale, shift, config.eps
+        )
+        saved.embedding, saved.bias = cross_entropy.embedding_rows(unembed, unembed_bias, dtype)
+        saved.labels = labels
+        ones = torch.ones_like(weights)
+        saved.log_sum, saved.gn, _, _ = cross_entropy.score(
+            saved.features, saved.embedding, saved.bias, labels, ones, want_dn=True, want_dembedding=False
         )
 
-        # The gradient at every layer, which is what the fast weights are changed by.
-        s.g2, s.v2, changes = passes.slow_gradient(s.r, s.share, s.xhat, s.rstd, s.scale, s.e)
-        s.u = s.g2 @ s.W2.mT
-        s.v1 = passes.gate(s.u, s.h, -2.0)
+        # The gradient at every layer, which the fast weights learn from: as values v1 = -g1, v2 = -e_2 g2, and changes.
+        saved.g2, saved.v2, changes = passes.slow_gradient(
+            saved.gn, saved.share, saved.xhat, saved.rstd, saved.scale, saved.e
+        )
+        saved.u = saved.g2 @ saved.W2.mT
+        saved.v1 = passes.gate(saved.u, saved.h, -2.0)
+
         # The fast pass: each token is answered with all changes of the tokens before it.
-        memory1, s.A1, s.S1 = read_before(shape, passes, kept, s.x1, s.k1, s.v1)
-        s.h_fast, s.a_fast = passes.add_square(s.h, memory1)
-        memory2, s.A2, s.S2 = read_before(shape, passes, kept, s.a_fast, s.a, s.v2)
-        within, before, _ = sums(shape, passes, kept, changes)
-        s.xhat_fast, s.rstd_fast, s.scale_fast, features_fast = passes.fast_normal(
-            memory2.addmm_(s.a_fast, s.W2), b2, within, before, s.scale, shift, config.eps
+        M1, saved.A1, saved.S1 = read_before(shape, passes, decay, saved.x1, saved.k1, saved.v1)
+        saved.h_fast, saved.a_fast = passes.add_square(saved.h, M1)
+        M2, saved.A2, saved.S2 = read_before(shape, passes, decay, saved.a_fast, saved.a, saved.v2)
+        within, of_chunks, _ = sum_before(shape, passes, decay, changes)
+        y_fast = M2.addmm_(saved.a_fast, saved.W2)
+        saved.xhat_fast, saved.rstd_fast, saved.scale_fast, features_fast = passes.fast_layer_norm(
+            y_fast, b2, within, of_chunks, saved.scale, shift, config.eps
         )
-        # The fast features are scored, and their gradient is made while the logits are there.
-        log_sum_fast, s.dfeatures, s.dwords, s.dc = cross_entropy.score(
-            features_fast, s.words, s.c, labels, weights, gradient=learn, learn=learn
+
+        # The fast features are scored, and their gradient is computed with the score.
+        log_sum_fast, saved.dfeatures, saved.dembedding, saved.dbias = cross_entropy.score(
+            features_fast,
+            saved.embedding,
+            saved.bias,
+            labels,
+            weights,
+            want_dn=needs_gradient,
+            want_dembedding=needs_gradient,
         )
-        losses = cross_entropy.losses(features_fast, s.words, s.c, labels, log_sum_fast)
-        s.total = weights.sum().clamp(min=1e-8)
-        ctx.names = tuple(vars(s))
-        ctx.save_for_backward(*vars(s).values())
-        return (losses * weights).sum() / s.total
+        losses = cross_entropy.losses(features_fast, saved.embedding, saved.bias, labels, log_sum_fast)
+        saved.total = weights.sum().clamp(min=1e-8)
+        ctx.names = tuple(vars(saved))
+        ctx.save_for_backward(*vars(saved).values())
+        return (losses * weights).sum() / saved.total
 
     @staticmethod
     @once("the weighted mean of `FWLBlock.run(...).loss`")
@@ -169,53 +199,82 @@ class Loss(torch.autograd.Function):
 
 
 def _backward(ctx, dloss):
-    """Gradients of everything that `Loss.forward` was given, from the gradient `dloss` of the mean loss.
+    """Gradients of all arguments of `Loss.forward`, from the gradient `dloss` of the mean loss.
 
-    In three parts, in reverse: the fast pass; the slow gradients, which were the values that the fast pass read (these
-    are the second-order part, which `first_order` leaves out); and the slow pass itself.
+    In three parts, in reverse: the fast pass; the slow gradients, which were values of the fast pass (the second-order
+    part, which `first_order` leaves out); and the slow pass itself.
     """
-    s = SimpleNamespace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
-    shape, kept, T, D, V, config, dtypes = ctx.rest
-    passes, size, ratio = passes_for(s.h, s.h.dtype), config.size, dloss / s.total
+    saved = SimpleNamespace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
+    config, shape, decay, _ = ctx.setting
+    (B, T, D), size = ctx.x_shape, config.size
+    passes, ratio = passes_for(saved.h, saved.h.dtype), dloss / saved.total
 
-    # the fast pass
-    three = passes.fast_backward(s.dfeatures, ratio, s.xhat_fast, s.rstd_fast, s.scale_fast)
-    within, after, (db2, dscale, dshift) = sums(shape, passes, kept, three, reverse=True)
-    dy = three[:, :size]
-    da_fast, da, dv2 = read_before_backward(shape, passes, kept, dy, s.a_fast, s.a, s.v2, s.A2, s.S2)
-    dW2 = (s.a_fast.mT @ dy).to(s.e.dtype)
-    dh = passes.gate(da_fast.addmm_(dy, s.W2.mT), s.h_fast, 2.0, out=da_fast)
-    dx, dk1, dv1 = read_before_backward(shape, passes, kept, dh, s.x1, s.k1, s.v1, s.A1, s.S1)
-    dwords, dc = s.dwords * ratio, s.dc * ratio
-
-    # what the gradients, as values, were made of
-    du = passes.gate(dv1, s.h, -2.0)
-    dots = torch.empty(len(s.h), 6, dtype=s.e.dtype, device=s.e.device)
-    dr, dxhat, dstd, scales = passes.slow_second(
-        du @ s.W2, dv2, within, after, s.r, s.share, s.xhat, s.rstd, s.g2, s.scale, s.e, dots
+    # The fast pass.
+    triple = passes.fast_layer_norm_backward(
+        saved.dfeatures, ratio, saved.xhat_fast, saved.rstd_fast, saved.scale_fast
+    )  # [dy, dscale, dshift] of every token
+    dwithin, dof_chunks, (db2, dscale, dshift) = sum_before(shape, passes, decay, triple, reverse=True)
+    dy = triple[:, :size]
+    da_fast, da, dv2 = read_before_backward(
+        shape, passes, decay, dy, saved.a_fast, saved.a, saved.v2, saved.A2, saved.S2
     )
-    dx = passes.inputs_backward(dx, dk1, s.x1, s.e, D, dots, keys=not config.first_order)
+    dW2 = (saved.a_fast.mT @ dy).to(saved.e.dtype)
+    dh = passes.gate(da_fast.addmm_(dy, saved.W2.mT), saved.h_fast, 2.0, out=da_fast)
+    dx1, dk1, dv1 = read_before_backward(shape, passes, decay, dh, saved.x1, saved.k1, saved.v1, saved.A1, saved.S1)
+    dembedding, dbias = saved.dembedding * ratio, saved.dbias * ratio
+
+    # The slow gradients: back from v1, v2 and the changes to gn, the norm and the steps.
+    du = passes.gate(dv1, saved.h, -2.0)
+    de = torch.empty(len(saved.h), 6, dtype=saved.e.dtype, device=saved.e.device)
+    dgn, dxhat, dstd, dscale_of_tokens = passes.slow_gradient_backward(
+        du @ saved.W2,
+        dv2,
+        dwithin,
+        dof_chunks,
+        saved.gn,
+        saved.share,
+        saved.xhat,
+        saved.rstd,
+        saved.g2,
+        saved.scale,
+        saved.e,
+        de,
+    )
+    dx = passes.input_rows_backward(dx1, dk1, saved.x1, saved.e, D, de, through_keys=not config.first_order)
     if not config.first_order:
-        dW2 += du.mT @ s.g2
-        del du, dk1, three, within
+        # The slow pass.
+        dW2 += du.mT @ saved.g2
+        del du, dk1, triple, dwithin
         dfeatures = cross_entropy.score_backward(
-            s.features, s.words, s.c, s.labels, s.log_sum, s.r, None, dr, dwords, dc
+            saved.features,
+            saved.embedding,
+            saved.bias,
+            saved.labels,
+            saved.log_sum,
+            saved.gn,
+            None,
+            dgn,
+            dembedding,
+            dbias,
         )
-        three = passes.slow_backward(dxhat, dfeatures, dstd, scales, s.xhat, s.rstd, s.scale)
-        dy = three[:, :size]
-        more = three.sum(0, dtype=s.e.dtype).split(size)
-        db2, dscale, dshift = (y + z for y, z in zip((db2, dscale, dshift), more, strict=True))
-        dW2 += s.a.mT @ dy
-        passes.total(dh, dv1, s.u, da.addmm_(dy, s.W2.mT), s.h)
-    dW1 = s.x1.mT @ dh
-    dx = dx.addmm_(dh, s.W1.mT).unflatten(0, (shape.B, -1))[:, :T]
-    wide = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
-    grads = [y.to(d) for y, d in zip(wide, dtypes, strict=True)]
-    return *grads, dots.sum(0), dwords[:V].mT, dc[:V], *[None] * 7
+        triple = passes.slow_layer_norm_backward(
+            dxhat, dfeatures, dstd, dscale_of_tokens, saved.xhat, saved.rstd, saved.scale
+        )
+        dy = triple[:, :size]
+        db2_slow, dscale_slow, dshift_slow = triple.sum(0, dtype=saved.e.dtype).split(size)
+        db2, dscale, dshift = db2 + db2_slow, dscale + dscale_slow, dshift + dshift_slow
+        dW2 += saved.a.mT @ dy
+        passes.add_hidden_gradients(dh, dv1, saved.u, da.addmm_(dy, saved.W2.mT), saved.h)
+    dW1 = saved.x1.mT @ dh
+    dx = dx.addmm_(dh, saved.W1.mT).unflatten(0, (B, -1))[:, :T]
+    gradients = (dx, dW1[:D], dW1[D], dW2, db2, dscale, dshift)
+    gradients = tuple(y.to(dtype) for y, dtype in zip(gradients, ctx.dtypes, strict=True))
+    # None for labels, weights, share and the setting
+    return *gradients, de.sum(0), dembedding[: ctx.V].mT, dbias[: ctx.V], None, None, None, None
 
 
 def passes_for(x: Tensor, dtype: torch.dtype) -> Any:
-    """The module of elementwise passes for x."""
+    """The module of elementwise passes for products in `dtype` on the device of x: kernels/fwl.py on a GPU."""
     if not cross_entropy.on_gpu(x) or dtype == torch.float64:
         return published_passes
     from fastweights.torch.kernels import fwl

@@ -1,9 +1,17 @@
 """The elementwise passes of published_loss.py in plain PyTorch; kernels/fwl.py has the same functions for a GPU.
 
-Rows are tokens. e: the six step sizes, in the order of `fwl_config.STEPS`. Statistics of rows and everything computed
-here are float32 or wider; results that matrix products take are in their dtype, that of the first argument. `dx` is the
-gradient of x, `slow_dx` that of the slow pass alone, which is learned from; three tensors of the block's size side by
-side, (N, 3 size), are added up over tokens in one go.
+These are the operations between matrix products, each of them one pass through memory in kernels/fwl.py. Letters are
+those of published_loss.py: g1, g2 and g3 are the gradients that the fast pass learns from, at h, y and n; `dx` is the
+gradient of x of the training loss. Rows are tokens, (N, width). Arguments that many functions take:
+
+    e                     (6,), the step sizes, in the order of `fwl_config.STEPS`
+    de                    (N, 6), each token's part of the gradient of e; a function writes some of its columns
+    xhat, rstd            (N, size) and (N,), output and 1 / standard deviation of the layer norm
+    scale, shift          (size,), its parameters; fast_scale (N, size), the scale as the fast pass has it
+    changes               (N, 3 size), [e_3 g2, e_4 g3 xhat, e_5 g3]: by how much a token lowers bias2, scale and shift
+    within, of_chunks     such triples summed over tokens: (N, 3 size) within chunks and (chunks, 3 size) over chunks
+
+Everything is computed in float32 or wider; results that matrix products take have the dtype of the first argument.
 """
 
 import torch
@@ -12,8 +20,19 @@ from torch import Tensor
 from fastweights.torch.dtypes import wide
 
 
-def inputs(x: Tensor, length: int, e: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (B, T, D) as rows [x, 1, 0 ...] of B * length tokens, 0 after T, and as keys [e_0 x, e_1, 0 ...]."""
+def input_rows(x: Tensor, length: int, e: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The inputs of the first layer, with a 1 for its bias, and the keys that they write under.
+
+    Args:
+        x: (B, T, D).
+        length: T with its padding.
+        e: the step sizes.
+        dtype: of the results.
+
+    Returns:
+        Rows [x, 1, 0 ...] and keys [e_0 x, e_1, 0 ...], (B * length, width), D + 1 filled up to a multiple of 8. In
+        padding x is 0.
+    """
     B, T, D = x.shape
     width = D + 1 + -(D + 1) % 8
     rows = x.new_zeros(B, length, width, dtype=dtype)
@@ -22,12 +41,17 @@ def inputs(x: Tensor, length: int, e: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return rows, (rows * _key_steps(e, D, width)).to(dtype)
 
 
-def inputs_backward(dq: Tensor, dk: Tensor, rows: Tensor, e: Tensor, D: int, dots: Tensor, keys: bool) -> Tensor:
-    """dx (N, D), with the part of the keys if asked for; de[:2] per token go into dots (N, 6)."""
-    along = wide(dk) * rows
-    dots[:, 0], dots[:, 1] = along[:, :D].sum(1), along[:, D]
-    dx = dq + dk * _key_steps(e, D, rows.shape[1]) if keys else dq
-    return dx[:, :D].to(dq.dtype)
+def input_rows_backward(
+    drows: Tensor, dkeys: Tensor, rows: Tensor, e: Tensor, D: int, de: Tensor, through_keys: bool
+) -> Tensor:
+    """dx (N, D) from the gradients of rows and keys; writes de_0 and de_1.
+
+    through_keys: False leaves out of dx what goes through the keys (first_order).
+    """
+    along = wide(dkeys) * rows
+    de[:, 0], de[:, 1] = along[:, :D].sum(1), along[:, D]
+    dx = drows + dkeys * _key_steps(e, D, rows.shape[1]) if through_keys else drows
+    return dx[:, :D].to(drows.dtype)
 
 
 def square(h: Tensor) -> Tensor:
@@ -36,124 +60,169 @@ def square(h: Tensor) -> Tensor:
 
 
 def add_square(h: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-    """(h + change, its relu squared); the first takes the place of change."""
+    """h + change, in the place of `change`, and relu(h + change)^2."""
     change += h
     return change, square(change)
 
 
 def gate(x: Tensor, h: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
-    """factor relu(h) x, into `out` where given."""
+    """factor relu(h) x, in `out` or a new tensor."""
     return torch.mul(torch.relu(h).mul_(factor), x, out=out)
 
 
-def total(y: Tensor, dv: Tensor, u: Tensor, da: Tensor, h: Tensor) -> None:
-    """y += 2 relu(h) da - 2 [h > 0] u dv, in place."""
-    y.addcmul_(torch.relu(h), da, value=2).addcmul_(u * (h > 0), dv, value=-2)
+def add_hidden_gradients(dh: Tensor, dv1: Tensor, u: Tensor, da: Tensor, h: Tensor) -> None:
+    """dh += 2 relu(h) da - 2 [h > 0] u dv1, in place: what the slow pass's hidden layer adds, with v1 = -2 relu(h) u.
+
+    Args:
+        dh: (N, F), gradient of the fast pass at h.
+        dv1: (N, F), gradient of v1.
+        u: (N, F), g2 W2^T.
+        da: (N, F), gradient of a = relu(h)^2.
+        h: (N, F).
+    """
+    dh.addcmul_(torch.relu(h), da, value=2).addcmul_(u * (h > 0), dv1, value=-2)
 
 
-def exclusive(S: Tensor, reverse: bool) -> None:
-    """Each of n along the second axis of S (B, n, size) becomes the sum of those before it, or after it; in place."""
+def exclusive_sum(S: Tensor, reverse: bool) -> None:
+    """Each of n along the second axis of S (B, n, size) becomes the sum of those before it; in reverse after it."""
     total = torch.zeros_like(wide(S[:, 0]))
     for c in reversed(range(S.shape[1])) if reverse else range(S.shape[1]):
-        now = total + S[:, c]
+        following = total + S[:, c]
         S[:, c] = total
-        total = now
+        total = following
 
 
-def normal(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(xhat, 1 / std (N,), xhat scale + shift)."""
+def layer_norm(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """xhat and rstd of y (N, size), and the features xhat scale + shift."""
     xhat, rstd = _standardise(wide(y), eps)
     return xhat.to(y.dtype), rstd[:, 0], torch.addcmul(shift, xhat, scale).to(y.dtype)
 
 
 def slow_gradient(
-    r: Tensor, share: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor, e: Tensor
+    gn: Tensor, share: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor, e: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g2, -e_2 g2, [e_3 g2, e_4 dn xhat, e_5 dn]) with dn = r share; g2 is the gradient at the norm's input."""
-    slow_dn = wide(r) * share[:, None]
-    g = _back(slow_dn * scale, xhat, rstd[:, None])
-    changes = torch.cat([g * e[3], slow_dn * xhat * e[4], slow_dn * e[5]], 1)
-    return g.to(r.dtype), (g * -e[2]).to(r.dtype), changes.to(r.dtype)
+    """g2 and the values v2 = -e_2 g2 (N, size), and the changes, from the gradient of each token's loss.
+
+    Args:
+        gn: (N, size), gradient of each token's loss at its slow features.
+        share: (N,), how much of it is learned: g3 = share gn.
+        xhat, rstd, scale, e: as at the top.
+    """
+    g3 = wide(gn) * share[:, None]
+    g2 = _standardise_backward(g3 * scale, xhat, rstd[:, None])
+    changes = torch.cat([g2 * e[3], g3 * xhat * e[4], g3 * e[5]], 1)
+    return g2.to(gn.dtype), (g2 * -e[2]).to(gn.dtype), changes.to(gn.dtype)
 
 
-def fast_normal(
-    y: Tensor, bias: Tensor, within: Tensor, before: Tensor, scale: Tensor, shift: Tensor, eps: float
+def fast_layer_norm(
+    y: Tensor, bias: Tensor, within: Tensor, of_chunks: Tensor, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(xhat, 1 / std, fast scale, features) of y + bias, with the changes within chunks and of those before."""
-    change = _joined(within, before)
+    """The layer norm of the fast pass, with bias, scale and shift less the changes of all earlier tokens.
+
+    Args:
+        y: (N, size), output of the second layer without its bias.
+        bias: (size,), bias2.
+        within, of_chunks: changes of earlier tokens, in two parts.
+        scale, shift: as at the top.
+        eps: of the norm.
+
+    Returns:
+        xhat, rstd, fast_scale and the features (N, size).
+    """
+    change = _add_up(within, of_chunks)
     xhat, rstd = _standardise(wide(y) + bias - change[0], eps)
-    scale = scale - change[1]
-    features = torch.addcmul(shift - change[2], xhat, scale)
-    return xhat.to(y.dtype), rstd[:, 0], scale.to(y.dtype), features.to(y.dtype)
+    fast_scale = scale - change[1]
+    features = torch.addcmul(shift - change[2], xhat, fast_scale)
+    return xhat.to(y.dtype), rstd[:, 0], fast_scale.to(y.dtype), features.to(y.dtype)
 
 
-def fast_backward(dfeatures: Tensor, ratio: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor) -> Tensor:
-    """[dy, dscale, dshift], from `ratio` times the gradient of the fast features."""
-    features = wide(dfeatures) * ratio
-    return torch.cat([_back(features * scale, xhat, rstd[:, None]), features * xhat, features], 1).to(dfeatures.dtype)
+def fast_layer_norm_backward(
+    dfeatures: Tensor, ratio: Tensor, xhat: Tensor, rstd: Tensor, fast_scale: Tensor
+) -> Tensor:
+    """[dy, dscale, dshift] (N, 3 size) of `fast_layer_norm`, from `ratio` times `dfeatures`, the features' gradient."""
+    dn = wide(dfeatures) * ratio
+    dy = _standardise_backward(dn * fast_scale, xhat, rstd[:, None])
+    return torch.cat([dy, dn * xhat, dn], 1).to(dfeatures.dtype)
 
 
-def slow_second(
-    dg: Tensor,
-    dv: Tensor,
+def slow_gradient_backward(
+    dg2: Tensor,
+    dv2: Tensor,
     within: Tensor,
-    after: Tensor,
-    r: Tensor,
+    of_chunks: Tensor,
+    gn: Tensor,
     share: Tensor,
     xhat: Tensor,
     rstd: Tensor,
-    g: Tensor,
+    g2: Tensor,
     scale: Tensor,
     e: Tensor,
-    dots: Tensor,
+    de: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Back through `slow_gradient`: (dr, dxhat, dstd (N,), dscale per token); de[2:] go into dots (N, 6).
+    """Back through `slow_gradient`, from the gradients of all that it returned; writes de_2 to de_5.
 
     Args:
-        dg: (N, size), gradient of g2 through the first layer, whose own gradient is g2 W2^T gated by h.
-        dv: (N, size), gradient of -e_2 g2, the values of the second layer's memory.
-        within, after: gradients of the three changes side by side, summed within chunks and over all later chunks.
-        r, share, xhat, rstd, g, scale, e: what `slow_gradient` was given and returned.
+        dg2: (N, size), gradient of g2 through u = g2 W2^T.
+        dv2: (N, size), gradient of v2.
+        within, of_chunks: gradient of the changes, in two parts: summed over later tokens.
+        gn, share, xhat, rstd, scale, e: the arguments of `slow_gradient`.
+        g2: what it returned.
+        de: as at the top.
+
+    Returns:
+        Gradients of gn and xhat (N, size), of the standard deviation (N,), and of scale per token (N, size).
     """
-    added, xhat, slow_dn, g, dv = _joined(within, after), wide(xhat), wide(r) * share[:, None], wide(g), wide(dv)
-    mean = lambda y: y.mean(1, keepdim=True)  # noqa: E731
-    dq = (wide(dg) - dv * e[2] - added[0] * e[3]) * rstd[:, None]
-    along, slow_dxhat = mean(xhat * dq), slow_dn * scale
-    dslow_dxhat = dq - mean(dq) - xhat * along
-    dxhat = -mean(slow_dxhat * xhat) * dq - slow_dxhat * along - added[1] * slow_dn * e[4]
-    dslow_dn = dslow_dxhat * scale - added[1] * xhat * e[4] - added[2] * e[5]
-    for i, product in enumerate((dv * g, added[0] * g, added[1] * slow_dn * xhat, added[2] * slow_dn), 2):
-        dots[:, i] = -product.sum(1)
-    dr, dscale = dslow_dn * share[:, None], dslow_dxhat * slow_dn
-    return dr.to(r.dtype), dxhat.to(r.dtype), -(dq * g).sum(1), dscale.to(r.dtype)
+    change, xhat, g3, g2, dv2 = _add_up(within, of_chunks), wide(xhat), wide(gn) * share[:, None], wide(g2), wide(dv2)
+    # g2 = rstd (gxhat - mean gxhat - xhat mean(gxhat xhat)) with gxhat = g3 scale
+    gxhat = g3 * scale
+    scaled_dg2 = (wide(dg2) - dv2 * e[2] - change[0] * e[3]) * rstd[:, None]
+    along = _row_mean(xhat * scaled_dg2)
+    dgxhat = scaled_dg2 - _row_mean(scaled_dg2) - xhat * along
+    dxhat = -_row_mean(gxhat * xhat) * scaled_dg2 - gxhat * along - change[1] * g3 * e[4]
+    dg3 = dgxhat * scale - change[1] * xhat * e[4] - change[2] * e[5]
+    for i, product in enumerate((dv2 * g2, change[0] * g2, change[1] * g3 * xhat, change[2] * g3), 2):
+        de[:, i] = -product.sum(1)
+    dgn, dscale = dg3 * share[:, None], dgxhat * g3
+    return dgn.to(gn.dtype), dxhat.to(gn.dtype), -(scaled_dg2 * g2).sum(1), dscale.to(gn.dtype)
 
 
-def slow_backward(
+def slow_layer_norm_backward(
     dxhat: Tensor, dfeatures: Tensor, dstd: Tensor, dscale: Tensor, xhat: Tensor, rstd: Tensor, scale: Tensor
 ) -> Tensor:
-    """[dy, dscale, dshift] of the slow norm, from all that its results were used for."""
-    y = _back(wide(dxhat) + dfeatures * scale, xhat, rstd[:, None]) + xhat * (dstd[:, None] / xhat.shape[1])
-    return torch.cat([y, dfeatures * xhat + dscale, dfeatures], 1).to(dxhat.dtype)
+    """[dy, dscale, dshift] (N, 3 size) of the slow pass's layer norm, from all that its results were used for.
+
+    Args:
+        dxhat, dstd, dscale: what `slow_gradient_backward` returned.
+        dfeatures: (N, size), gradient of the features.
+        xhat, rstd, scale: as at the top.
+    """
+    dy = _standardise_backward(wide(dxhat) + dfeatures * scale, xhat, rstd[:, None])
+    dy = dy + xhat * (dstd[:, None] / xhat.shape[1])
+    return torch.cat([dy, dfeatures * xhat + dscale, dfeatures], 1).to(dxhat.dtype)
+
+
+def _row_mean(y):
+    return y.mean(1, keepdim=True)
 
 
 def _standardise(y, eps):
-    """(xhat, 1 / std) of rows y: mean 0 and variance 1 over the last axis."""
-    y = y - y.mean(1, keepdim=True)
-    rstd = torch.rsqrt((y * y).mean(1, keepdim=True) + eps)
+    """Rows y with mean 0 and variance 1, and 1 / their standard deviation (N, 1)."""
+    y = y - _row_mean(y)
+    rstd = torch.rsqrt(_row_mean(y * y) + eps)
     return y * rstd, rstd
 
 
-def _back(dxhat, xhat, rstd):
-    """The gradient at y of a layer norm without scale and shift, from the gradient at its output xhat."""
-    return (dxhat - dxhat.mean(1, keepdim=True) - xhat * (dxhat * xhat).mean(1, keepdim=True)) * rstd
+def _standardise_backward(dxhat, xhat, rstd):
+    """The gradient of y in `_standardise`, from that of xhat."""
+    return (dxhat - _row_mean(dxhat) - xhat * _row_mean(dxhat * xhat)) * rstd
 
 
-def _joined(within, chunks):
-    """Three tensors of (N, size): within (N, 3 size), and for each chunk of tokens a row of chunks (n, 3 size)."""
+def _add_up(within, of_chunks):
+    """within (N, 3 size) plus, for each token, the row of its chunk in of_chunks (chunks, 3 size): three (N, size)."""
     size = within.shape[1] // 3
-    return (within.unflatten(0, (len(chunks), -1)) + chunks[:, None]).flatten(0, 1).split(size, 1)
+    return (within.unflatten(0, (len(of_chunks), -1)) + of_chunks[:, None]).flatten(0, 1).split(size, 1)
 
 
 def _key_steps(e, D, width):
-    """(width,): what the rows [x, 1, 0 ...] are multiplied with to be keys: e_0 for x, e_1 for the 1."""
+    """(width,), what rows [x, 1, 0 ...] are multiplied with to become keys: e_0 for x, e_1 for the 1, else 0."""
     return torch.cat([e[:1].expand(D), e[1:2], e.new_zeros(width - D - 1)])

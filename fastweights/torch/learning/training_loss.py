@@ -1,10 +1,14 @@
-"""What a held, refreshed Fast Weight Layer is trained by: one number, computed with its gradients.
+"""What a held, refreshed Fast Weight Layer is trained by: one number, computed together with its gradients.
 
-On a GPU by products with earlier tokens (dual.py), on a CPU by weights of every row's own (walk.py).
+`LanguageModel.train_loss` and `FWLBlock.loss` come here where `refuses` allows it. `objective` lays the tokens out in
+chunks, and `Objective` runs one of two hand-written forms: products with earlier tokens on a GPU (dual.py), weights of
+every row's own on a CPU (walk.py). On a GPU all of it is one CUDA graph.
 
 Rows may hold several documents and may go on with the document of an earlier call. They are laid out in chunks, a new
 document from a new chunk on, so that shapes depend on the batch, its length and the most documents in a row alone, and
-a CUDA graph can capture all of it. Nothing here waits for a device.
+a CUDA graph can capture it. On a GPU nothing here waits for the device.
+
+Letters: B rows of T new tokens; n chunks of C = `refresh` tokens of a row; D, F, E = size the widths.
 """
 
 from typing import Any, NamedTuple
@@ -19,55 +23,52 @@ from fastweights.torch import cross_entropy, graphs
 from fastweights.torch.derivatives import once
 from fastweights.torch.dtypes import accumulation_dtype, autocast_dtype
 from fastweights.torch.framework import OPS
-from fastweights.torch.learning import dual, walk
-from fastweights.torch.learning.held_overlapped import Beside
+from fastweights.torch.learning.dual import DualForm
+from fastweights.torch.learning.loss_form import Batch, Weights
+from fastweights.torch.learning.steps import used_steps
+from fastweights.torch.learning.training_layout import Layout, flat_places, lay_out, placed
+from fastweights.torch.learning.walk import WalkedForm
 from fastweights.torch.private import has_modes, is_watched
+from fastweights.torch.side_stream import SideStream
 
-DEVICES = ("cuda", "cpu")  # where it is the faster form
-WALKED = ("cpu",)  # where rows have weights of their own; elsewhere products with earlier tokens take their place
-LONGEST = 8192  # tokens of a row: what earlier tokens cost grows with their number, weights of a row's own do not
+DEVICES = ("cuda", "cpu")  # on which these forms are faster than autograd
+WALK_DEVICES = ("cpu",)  # where walk.py is taken; elsewhere dual.py
+MAX_ROW_TOKENS = 8192  # for dual.py: the cost of products with earlier tokens grows with their number
+BATCH_FIELDS = len(Batch._fields) - len(Batch._field_defaults)  # without what was carried into the window
 
 
 class Trained(NamedTuple):
-    """What `objective` returns: value, the only one that can be differentiated; loss and slow (B, T); the state.
+    """What `objective` returns.
 
-    On a CPU slow is 0 in the first chunks where no token counts.
+    Attributes:
+        value: what is trained; the only one that can be differentiated.
+        loss: (B, T), losses of the layer that learns.
+        slow_loss: (B, T), losses of the trained weights alone; 0 if slow_share is 0, and on a CPU in the first chunks
+            where no token counts.
+        state: the RefreshState after the last token of each row.
     """
 
     value: Tensor
     loss: Tensor
-    slow: Tensor
+    slow_loss: Tensor
     state: RefreshState
 
 
-class Layout(NamedTuple):
-    """Where tokens go: place (B, T) of each new token among the n C of its row; last (B,), the row's last chunk.
-
-    left (B,): tokens of that chunk.  mask (B, n, n), kept (B, n): as `dual.Rows` has them.
-    """
-
-    place: Tensor
-    last: Tensor
-    left: Tensor
-    mask: Tensor
-    kept: Tensor
-
-
 def unfit(config: FWLConfig, device: str, length: int) -> str | None:
-    """Why rows of `length` tokens are trained in another way on this kind of device, or None."""
+    """Why rows of `length` tokens cannot be trained here on this kind of device ("cuda", "cpu"); None if they can."""
     if config.refresh is None:
         return "the layer is not refreshed"
     if config.within != "held":
         return f"within is {config.within!r}"
     if device not in DEVICES:
         return f"it was not tried on this device ({device})"
-    if device not in WALKED and length + config.refresh > LONGEST:
-        return f"rows are longer than {LONGEST} tokens"
+    if device not in WALK_DEVICES and length + config.refresh > MAX_ROW_TOKENS:
+        return f"rows are longer than {MAX_ROW_TOKENS} tokens"
     return None
 
 
 def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed: bool) -> str | None:
-    """Why `objective` cannot serve these arguments, or None."""
+    """Why `objective` cannot serve these arguments; None if it can.  packed: whether rows hold several documents."""
     if not torch.is_grad_enabled():
         return "nothing is differentiated"
     if is_watched() or has_modes():
@@ -81,7 +82,7 @@ def refuses(config: FWLConfig, x: Tensor, weights: Tensor, state: Any, *, packed
 
 def objective(
     config: FWLConfig,
-    p: dict[str, Tensor],
+    params: dict[str, Tensor],
     x: Tensor,
     labels: Tensor,
     weights: Tensor,
@@ -92,15 +93,16 @@ def objective(
     documents: int = 1,
     slow_share: float = 0.0,
 ) -> Trained:
-    """The sum over tokens of weights (1 - slow_share) loss + weights slow_share slow_loss.
+    """The sum over tokens of weights (1 - slow_share) loss + weights slow_share slow_loss, with losses and state.
 
     Args:
-        config, p: what the block is, and its parameters by name.
-        x: (B, T, D).
+        config: arguments of the layer.
+        params: its parameters by name.
+        x: (B, T, D), output of the body.
         labels, weights: (B, T).
-        state: of B rows, to go on from; nothing was read before when absent.
-        starts: (B, T), where documents start; nowhere when absent.
-        keep: (B,), 0 where a row does not go on with what the state has of it.
+        state: the RefreshState of the rows before x; when absent nothing was read before.
+        starts: (B, T), True where a document starts; nowhere when absent.
+        keep: (B,), 0 where a row does not go on with the document of the state.
         documents: the most documents in a row, or more.
         slow_share: how much the loss of the trained weights alone counts.
     """
@@ -110,191 +112,176 @@ def objective(
     n = -(-(T if state is None else T + C) // C) + documents - 1
     with torch.no_grad():
         waiting = labels.new_zeros(B) if state is None else state.waiting
-        layout = lay_out(config, starts, waiting, keep, T, n, wide, like=labels)
+        layout = lay_out(config, starts, waiting, keep, T, n, wide)
         share = (weights / fwl.normalization(config, OPS, weights, None)).to(wide)
-        waits = (None, None, None) if state is None else _held(state, keep)
-        labels, shares, counts = (
-            _placed(y, layout, n * C, held)
-            for y, held in zip((labels, share, weights.to(wide)), (*waits[1:], None), strict=True)
-        )
-    rows = dual.Rows(
-        _placed(x.to(low), layout, n * C, waits[0]),
-        labels,
-        shares,
-        counts * (1 - slow_share),
-        counts * slow_share,
-        layout.mask,
-        layout.kept,
-        *(() if state is None else (S[:, 0] for S in state[:3])),  # as they are: `_work` has them in its own form
+        old_x, old_labels, old_shares = (None, None, None) if state is None else _waiting_tokens(state, keep)
+        placed_labels = placed(labels, layout, n * C, old_labels)
+        placed_shares = placed(share, layout, n * C, old_shares)
+        placed_weights = placed(weights.to(wide), layout, n * C)
+    batch = Batch(
+        placed(x.to(low), layout, n * C, old_x),
+        placed_labels,
+        placed_shares,
+        placed_weights * (1 - slow_share),
+        placed_weights * slow_share,
+        layout.read_factors,
+        layout.carried_factors,
     )
-    vectors = torch.cat([p[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
-    words, c = cross_entropy.rows(p["unembed"], p["unembed_bias"], low)
-    w = dual.Weights(p["dense1"].to(low), p["dense2"].to(low), vectors, _steps(config, p["steps"]).to(wide), words, c)
-    plain = config.decay is None and documents == 1
+    vectors = torch.cat([params[name] for name in ("bias1", "bias2", "scale", "shift")]).to(wide)
+    embedding, bias = cross_entropy.embedding_rows(params["unembed"], params["unembed_bias"], low)
+    steps = used_steps(config, params["steps"]).to(wide)
+    layer = Weights(params["dense1"].to(low), params["dense2"].to(low), vectors, steps, embedding, bias)
+    setting = Setting(config, config.decay is None and documents == 1, slow_share > 0)
+    carried = () if state is None else tuple(S[:, 0] for S in state[:3])
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        value, loss, slow, *carried = Objective.apply(config, plain, slow_share > 0, layout.last, len(w), *w, *rows)
-    at = _flat(layout.place, n * C)
-    new = lambda y: y.flatten().index_select(0, at).view(B, T)  # noqa: E731
-    return Trained(value, new(loss), new(slow), _state_after(config, rows, layout, carried, p["dense1"].dtype))
+        value, loss, slow_loss, *learned = Objective.apply(
+            setting, layout.last_chunk, *layer, *batch[:BATCH_FIELDS], *carried
+        )
+    places = flat_places(layout.place, n * C)
+    loss, slow_loss = (y.flatten().index_select(0, places).view(B, T) for y in (loss, slow_loss))
+    return Trained(value, loss, slow_loss, _state_after(config, batch, layout, learned, params["dense1"].dtype))
+
+
+class Setting(NamedTuple):
+    """What `Objective` depends on besides tensors.
+
+    Attributes:
+        config: arguments of the layer.
+        unit_factors: whether nothing decays and no document starts inside a row.
+        slow: whether the loss of the trained weights alone is wanted.
+    """
+
+    config: FWLConfig
+    unit_factors: bool
+    slow: bool
 
 
 class Objective(torch.autograd.Function):
-    """(value, losses, slow losses, what the rows carry on in three parts); the gradients are made with the value."""
+    """The value and all else that `_compute` returns but gradients; these are computed with the value, and kept."""
 
     @staticmethod
-    def forward(ctx, config, plain, slow, last, count, *given):
-        """given: the `count` fields of `dual.Weights`, then those of its Rows; None where there is nothing."""
-        there = tuple(y for y in given if y is not None)
-        has = [y is not None for y in given]
+    def forward(ctx, setting, last_chunk, *tensors):
+        """Value, losses, slow losses (B, n C), and what the rows have learned in three parts, as a state has it.
 
-        def work(last: Tensor, *some: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(some)
-            every: list[Any] = [next(rest) if here else None for here in has]
-            return _work(config, plain, slow, last, dual.Weights(*every[:count]), dual.Rows(*every[count:]))
+        tensors: the fields of `Weights`, those of `Batch` but the last three, and what the rows carried: dense1,
+        dense2 and norm of a RefreshState without their second axis, or nothing.
+        """
 
-        key = "objective", config, plain, slow, tuple(has)
-        value, *others = graphs.call(key, work, (last, *there))
-        ctx.save_for_backward(*others[5:])
-        ctx.dtypes = [y.dtype for y in (*given[:count], given[count])]
-        ctx.mark_non_differentiable(*others[:5])
-        return value, *others[:5]
+        def compute(last_chunk: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            end_of_layer = len(Weights._fields)
+            end_of_batch = end_of_layer + BATCH_FIELDS
+            layer, batch = Weights(*tensors[:end_of_layer]), Batch(*tensors[end_of_layer:end_of_batch])
+            return _compute(setting, last_chunk, layer, batch, carried=tensors[end_of_batch:])
+
+        key = "objective", *setting, len(tensors)
+        value, *others = graphs.call(key, compute, (last_chunk, *tensors))
+        results, gradients = others[:5], others[5:]
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [y.dtype for y in tensors[: len(gradients)]]
+        ctx.inputs_without_gradient = len(tensors) - len(gradients)
+        ctx.mark_non_differentiable(*results)
+        return value, *results
 
     @staticmethod
     @once("the weighted mean of `FWLBlock.run(...).loss`")
     def backward(ctx, dvalue, *_):
-        """The gradients that the forward pass made, times that of its value."""
-        found = [(g * dvalue).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return None, None, None, None, None, *found, *[None] * 9
+        """The gradients that the forward pass computed, times that of its value: of the weights and of x."""
+        gradients = [(g * dvalue).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return None, None, *gradients, *[None] * ctx.inputs_without_gradient
 
 
-def _work(config, plain, slow, last, w, rows):
-    """Value, losses, slow losses, what the rows carry on (3), gradients of the weights (6) and of x.
-
-    What they carried before comes in the place of S1, S2 and vectors of `rows` as a state has it: (B, D + 1, F),
-    (B, F + 1, E) and (B, 1, 2 E).
-    """
-    *_, dense1, dense2, norm = rows
-    if dense1 is not None:
-        S1, S2 = (y.to(rows.x.dtype)[:, :-1] for y in (dense1, dense2))  # whole tensors are cast faster
-        rows = rows._replace(S1=S1, S2=S2, vectors=torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1))
-    passes = walk.Walk if rows.x.device.type in WALKED else dual.Pass
-    run, beside = passes(config, w, rows, plain=plain), Beside(rows.x)
-    # Chunk after chunk a GPU is not full: what does not depend on the chunks is done beside them.
-    with beside.fork("slow"):
-        unlearned = run.slow() if slow else None
-    loss = run.forward()
-    with beside.fork("learned"):
-        learned = _carried_on(config, run.learned(last), (dense1, dense2, norm), rows.kept, last)
-    dx, dw = run.backward()
-    beside.end()
-    value = (loss * rows.weights).sum()
-    if unlearned is None:
-        return value, loss, torch.zeros_like(loss), *learned, *dw, dx
-    slow_loss, more, dmore = unlearned
-    value = value + (slow_loss * rows.slow).sum()
-    dw = dual.Weights(*(y + z for y, z in zip(dw, dmore, strict=True)))
-    return value, loss, slow_loss, *learned, *dw, dx.add_(more)
-
-
-def lay_out(
-    config: FWLConfig,
-    starts: Tensor | None,
-    waiting: Tensor,
-    keep: Tensor | None,
-    T: int,
-    n: int,
-    wide: torch.dtype,
-    *,
-    like: Tensor,
-) -> Layout:
-    """Chunks of C tokens: what waits in the state first, then the new tokens; every document begins with a chunk.
+def _compute(setting, last_chunk, layer, batch, carried):
+    """Run a form of the loss forwards and backwards.
 
     Args:
-        config: of the layer.
-        starts, waiting, keep: where documents start (B, T), tokens that wait (B,), and whether they matter (B,).
-        T, n: new tokens of a row, and room for chunks.
-        wide: dtype of the masks.
-        like: a tensor of integers on the device.
+        setting: a `Setting`.
+        last_chunk: (B,), the last chunk of each row.
+        layer: the `Weights`.
+        batch: the `Batch`, without what was carried.
+        carried: what was carried into the window, as a state has it: (B, D + 1, F), (B, F + 1, E) and (B, 1, 2 E); or
+            an empty tuple.
+
+    Returns:
+        The value; losses and slow losses (B, n C); what the rows have learned, in the form of `carried`; the gradients
+        of the weights and of x.
     """
-    C, B = config.refresh, len(waiting)
-    assert C is not None
-    waiting = waiting if keep is None else waiting * keep.to(waiting.dtype)
-    t = torch.arange(T, device=like.device).expand(B, T)
-    new = torch.zeros_like(t, dtype=torch.bool) if starts is None else starts & (t > 0)
-    document = new.long().cumsum(1)
-    position = t - torch.where(new, t, 0).cummax(1).values + waiting[:, None] * (document == 0)
-    offset = position % C
-    chunk = (offset == 0).long().cumsum(1) - (waiting == 0).long()[:, None]
-    owner = torch.full((B, n), -1, device=like.device).scatter_(1, chunk, document)
-    owner[:, 0] = 0
-    c = torch.arange(n, device=like.device)
-    mask = (owner[:, :, None] == owner[:, None]) & (c[:, None] > c)
-    kept = owner == 0
-    mask, kept = mask.to(wide), kept.to(wide)
-    if config.decay is not None:
-        age = config.decay**C
-        mask, kept = mask * age ** (c[:, None] - c - 1).clamp(min=0), kept * age**c
-    if keep is not None:
-        kept = kept * keep.to(wide)[:, None]
-    return Layout(chunk * C + offset, chunk[:, -1], offset[:, -1] + 1, mask, kept)
+    config = setting.config
+    if carried:
+        dense1, dense2, norm = carried
+        S1, S2 = (y.to(batch.x.dtype)[:, :-1] for y in (dense1, dense2))  # whole tensors are cast faster
+        S_vectors = torch.cat([dense1[:, -1], dense2[:, -1], norm[:, 0]], 1)
+        batch = batch._replace(S1=S1, S2=S2, S_vectors=S_vectors)
+    form_class = WalkedForm if batch.x.device.type in WALK_DEVICES else DualForm
+    form, side_stream = form_class(config, layer, batch, unit_factors=setting.unit_factors), SideStream(batch.x)
+    # Chunk after chunk a GPU is not full: what does not depend on the order of chunks runs on a side stream.
+    with side_stream.fork("slow"):
+        slow_results = form.slow() if setting.slow else None
+    loss = form.forward()
+    with side_stream.fork("learned"):
+        learned = _carried_on(config, form.learned(last_chunk), carried, batch.carried_factors, last_chunk)
+    dx, dweights = form.backward()
+    side_stream.join_all()
+    value = (loss * batch.loss_weights).sum()
+    if slow_results is None:
+        return value, loss, torch.zeros_like(loss), *learned, *dweights, dx
+    slow_loss, dx_slow, dweights_slow = slow_results
+    value = value + (slow_loss * batch.slow_loss_weights).sum()
+    dweights = Weights(*(y + z for y, z in zip(dweights, dweights_slow, strict=True)))
+    return value, loss, slow_loss, *learned, *dweights, dx.add_(dx_slow)
 
 
-def _flat(place, length):
-    """Places in rows of `length` tokens as places among all tokens."""
-    first = torch.arange(len(place), device=place.device) * length
-    return (place + first[:, None]).flatten()
+def _waiting_tokens(state, keep):
+    """Inputs (B, C, D), labels and shares (B, C) of the tokens that wait in the state, 0 where there are none.
 
-
-def _placed(new, layout, length, held=None):
-    """(B, length, ...): new tokens (B, T, ...) at their places, those that waited before them, else 0."""
-    B = len(new)
-    flat = new.new_zeros(B * length, *new.shape[2:])
-    if held is not None:
-        flat.unflatten(0, (B, length))[:, : held.shape[1]] = held.to(new.dtype)
-    return flat.index_copy_(0, _flat(layout.place, length), new.flatten(0, 1)).unflatten(0, (B, length))
-
-
-def _held(state, keep):
-    """What waits in the state, 0 beyond it: inputs, labels and shares."""
+    keep: (B,), 0 where a row does not go on with the document of the state; None for 1.
+    """
     waiting = state.waiting if keep is None else state.waiting * keep.to(state.waiting.dtype)
-    real = torch.arange(state.pending.shape[1], device=waiting.device) < waiting[:, None]
-    return state.pending * real[..., None], state.labels * real, state.shares * real
+    is_token = torch.arange(state.pending.shape[1], device=waiting.device) < waiting[:, None]
+    return state.pending * is_token[..., None], state.labels * is_token, state.shares * is_token
 
 
-def _carried_on(config, learned, carried, kept, last):
-    """What rows carry after their chunk `last`: what was learned (`Pass.learned`), and what is kept of `carried`."""
+def _carried_on(config, learned, carried, carried_factors, last_chunk):
+    """What the rows carry out of the window, in the form of a state: what they learned, and what is left of `carried`.
+
+    Args:
+        config: arguments of the layer.
+        learned: changes of W1, W2 and the vectors before the last chunk of each row (`LossForm.learned`).
+        carried: what they carried into the window, as for `_compute`.
+        carried_factors: (B, n), how much of `carried` is left at each chunk.
+        last_chunk: (B,), the last chunk of each row.
+    """
     S1, S2, vectors = learned
     b1, b2, norm = vectors[:, None].split([config.hidden_width, config.size, 2 * config.size], 2)
-    parts = (S1, b1), (S2, b2), (norm,)
-    if carried[0] is None:
-        return [torch.cat(y, 1) for y in parts]
-    kept = kept.gather(1, last[:, None])[..., None]
-    return [_grown(S, kept, y) for S, y in zip(carried, parts, strict=True)]
+    blocks = (S1, b1), (S2, b2), (norm,)
+    if not carried:
+        return [torch.cat(y, 1) for y in blocks]
+    remaining = carried_factors.gather(1, last_chunk[:, None])[..., None]
+    return [_scaled_plus_blocks(S, remaining, y) for S, y in zip(carried, blocks, strict=True)]
 
 
-def _grown(old, kept, new):
-    """old (B, rows, width) times kept, plus the parts of new, one below the other."""
+def _scaled_plus_blocks(old, factor, blocks):
+    """old (B, rows, width) times factor (B, 1, 1), plus blocks (B, some rows, width) that lie one below the other."""
     out, first = torch.empty_like(old), 0
-    for y in new:
-        part = slice(first, first + y.shape[1])
-        torch.addcmul(y, old[:, part], kept, out=out[:, part])
+    for block in blocks:
+        part = slice(first, first + block.shape[1])
+        torch.addcmul(block, old[:, part], factor, out=out[:, part])
         first = part.stop
     return out
 
 
-def _state_after(config, rows, layout, carried, dtype) -> RefreshState:
-    """The RefreshState after the last token of each row."""
-    C, row = config.refresh, torch.arange(len(layout.last), device=layout.last.device)
+def _state_after(config, batch, layout: Layout, learned, dtype) -> RefreshState:
+    """The RefreshState after the last token of each row.
+
+    Args:
+        config: arguments of the layer.
+        batch: the rows.
+        layout: where their tokens are.
+        learned: what they have learned, as `_compute` returned it.
+        dtype: of the inputs that wait.
+    """
+    C, row = config.refresh, torch.arange(len(layout.last_chunk), device=layout.last_chunk.device)
     with torch.no_grad():
-        at = (layout.last * C)[:, None] + torch.arange(C, device=row.device)
-        pending, labels, shares = (y[row[:, None], at] for y in (rows.x, rows.labels, rows.share))
-        dense1, dense2, norm = (y[:, None] for y in carried)
-        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.left)
-
-
-def _steps(config, steps):
-    """The six steps as they are used: out of their logarithms, 0 for biases that stay, one for both of the norm."""
-    steps = steps.exp() if config.log_steps else steps
-    zero = torch.zeros_like(steps[:1])
-    first = steps[:4] if config.fast_bias else torch.cat([steps[:1], zero, steps[2:3], zero])
-    return torch.cat([first, steps[4:5], steps[4:5] if config.shared_norm_step else steps[5:6]])
+        tokens = (layout.last_chunk * C)[:, None] + torch.arange(C, device=row.device)
+        pending, labels, shares = (y[row[:, None], tokens] for y in (batch.x, batch.labels, batch.share))
+        dense1, dense2, norm = (y[:, None] for y in learned)
+        return RefreshState(dense1, dense2, norm, pending.to(dtype), labels, shares, layout.last_count)
